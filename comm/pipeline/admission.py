@@ -32,7 +32,7 @@ from decentral.comm.wire.messages import (
 )
 from decentral.comm.wire.transport import Asked, Effect, Reply
 from decentral.core.ids import PeerId
-from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
+from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward, Undo
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -212,9 +212,11 @@ class Admission:
             refusal = Reason.BUSY
         if refusal:
             return [*given_up, Reply(event.request, Envelope(Refused(refusal)))]
-        last = self.forwarding.end(request.first)
+        last, token = self.forwarding.end(request.first), next(self.table.tokens)
+        blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
+        job = Forward(token, id.first, last, request.sequences, request.layout, blob, thin)
         execution = ForwardedExecution(
-            token=next(self.table.tokens),
+            token=token,
             id=id,
             last=last,
             memory_share=self.stage.memory_share(request.first, last),
@@ -225,11 +227,10 @@ class Admission:
             sequences=request.sequences,
             askers={event.sender: event.request},
             answer_by=now + SHARE * request.patience_s,
+            undo=Undo(job) if self.stage.undoes else None,
         )
         self.table.add(execution)
         given_up += [] if self.stage.synchronous else self.table.give_up_held(execution)
-        blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
-        job = Forward(execution.token, id.first, last, request.sequences, request.layout, blob, thin)
         self.push(job, request.round)
         return given_up
 

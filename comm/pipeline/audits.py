@@ -11,11 +11,12 @@ A peer cannot distinguish an audit from normal work. An answer is chosen for an 
 requests to other peers name the micro-batch by its twin (`twin`): a number that its origin peer never uses, so only a
 peer that has seen both numbers can recognise an audit. The executions of an audit are aborted.
 
-An audit costs the passes through all later layers, and the gradient sums that are dropped because they contain aborted
-executions. Each micro-batch that a peer sends on adds AUDIT_SHARE of a micro-batch to its budget for audits, and the
-budget may be overdrawn by OPENING_AUDITS requests. A new peer's answers are audited often at first, and less often
-while they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever
-new names.
+An audit costs the passes through all later layers. An aborted execution costs its passes once more with exact
+gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds
+AUDIT_SHARE of a micro-batch to its budget for audits, and the budget may be overdrawn by OPENING_AUDITS requests, but
+by one for each OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often while
+they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever new
+names.
 """
 
 import itertools
@@ -41,6 +42,7 @@ from decentral.core.units import Seconds
 AUDIT_SHARE = 0.01  # each micro-batch that a peer sends on adds this part of a micro-batch to its budget for audits
 STEADY = 0.5  # this part of AUDIT_SHARE is for peers with many right answers; the rest is for new peers and known liars
 OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
+OPENING_EVERY = 8  # of these requests on credit, at most one is sent for this many answers
 OPEN_AUDITS = 4  # at most this many audits run at a time: each keeps a micro-batch's activations in memory
 MOST_ASKED = 6  # an audit asks at most this many peers, including the audited peer and peers that refuse as busy
 OPINIONS = 3  # an audit needs at most this many answers: two that agree outvote the third
@@ -119,9 +121,10 @@ class RouteAudits:
 
     forwarding: Forwarding
     chance: Random | None  # secret, so that no peer can predict which of its answers is audited; None: no audits
+    answers: int = 0  # number of gradients that came back
     owed: float = 0.0  # cost of audits, in micro-batches, that the budget has not covered yet
     open: dict[int, Audit] = field(default_factory=dict)
-    _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; one abort drops them all
+    _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; an abort may drop them all
     _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -130,8 +133,11 @@ class RouteAudits:
 
     @property
     def cost(self) -> float:
-        """Return the cost of an audit request in micro-batches: the one to compute, and those that its abort drops."""
-        return 1.0 + self._in_sum
+        """Return the cost of an audit request in micro-batches: its computation, and what its abort costs.
+
+        An abort takes the gradient out of its sum by computing it again, or else drops the whole sum.
+        """
+        return 2.0 if self.forwarding.stage.undoes else 1.0 + self._in_sum
 
     def stepped(self, micro_batches: int) -> None:
         """Update the average number of micro-batches in a gradient sum: a sum of `micro_batches` is complete."""
@@ -145,14 +151,15 @@ class RouteAudits:
         Returns:
             The request to another peer; no effects if the answer is not audited.
         """
+        self.answers += 1
         self.owed = max(0.0, self.owed - AUDIT_SHARE)
         response, chance = event.envelope.message, self.chance
         assert isinstance(response, BackwardResponse)
         if chance is None or self.forwarding.stage.synchronous or len(self.open) >= OPEN_AUDITS:
             return []
-        seldom = self.cost / (AUDIT_SHARE * STEADY)
+        seldom, credit = self.cost / (AUDIT_SHARE * STEADY), min(OPENING_AUDITS - 1, self.answers // OPENING_EVERY)
         if (
-            self.owed > (OPENING_AUDITS - 1) * self.cost
+            self.owed > credit * self.cost
             or chance.random() * min(seldom, self.forwarding.trust.interval(event.peer)) >= 1
         ):
             return []

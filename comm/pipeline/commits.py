@@ -48,6 +48,7 @@ PEERS_CREDITED = 4096  # for at most this many other peers, we count how much th
 # Constants of `HoldLimits`, which limits how long gradients await a decision, and refuses origin peers that are late
 
 USUAL_TIMES = 4.0  # gradients may await a decision for this many times the usual wait or, if longer, a route's time
+MOST_TOOK_S = 100.0  # a longer usual time counts as this, so that no limit is longer than MOST_REST_S
 LEAST_LIMIT_S = 60.0  # gradients may always await a decision this long: the origin peer may be slow, or its link cut
 UNDECIDED_REST_TIMES = 9.0  # an origin peer is refused for this many times as long as it left gradients undecided
 MOST_REST_S = 3600.0  # an origin peer's executions are refused for at most this long
@@ -225,14 +226,16 @@ class HoldLimits:
     _unproven_rest_until: Seconds = 0.0
     _blocked: tuple[Seconds, Seconds] = (0.0, 0.0)  # (begin, end) of the latest time with undecided executions
 
-    def limit_s(self, route_s: Seconds) -> Seconds:
+    def limit_s(self, took_s: Seconds, route_s: Seconds) -> Seconds:
         """Return the seconds for which an execution may stay in doubt.
 
         Args:
+            took_s: Seconds that the execution took, from its arrival here to the end of its route and back. Later
+                peers may have delayed it, so no more than MOST_TOOK_S counts.
             route_s: Seconds that a micro-batch takes through the whole model, by this peer's own measurements.
         """
         usual_s = median_low(self._waits.values()) if self._waits else 0.0
-        return max(LEAST_LIMIT_S, USUAL_TIMES * max(usual_s, route_s))
+        return max(LEAST_LIMIT_S, USUAL_TIMES * max(usual_s, route_s, min(took_s, MOST_TOOK_S)))
 
     def rests(self, origin: PeerId, now: Seconds) -> bool:
         """Return whether this origin peer rests now, so that none of its executions is accepted.

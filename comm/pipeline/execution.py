@@ -18,6 +18,7 @@ from decentral.comm.wire.messages import BackwardResponse, ExecutionId
 from decentral.comm.wire.transport import Reply
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
+from decentral.core.jobs import Backward, Undo
 from decentral.core.units import Seconds
 
 EVENTS_KEPT = 16  # each execution remembers its last EVENTS_KEPT events, for the error text of InvalidTransition
@@ -237,6 +238,7 @@ class ForwardedExecution(StageExecution):
     answer_by: Seconds  # we stop computing at this time, so that the last requesting peer can still try another
     answer: Envelope | None = None  # the response for every requesting peer, from state HELD on
     held_at: Seconds = 0.0
+    undo: Undo | None = None  # takes its gradients out of a sum again; None: not possible here (StageConfig.undoes)
 
     def deadline(self) -> Seconds:
         """Return when this peer gives the execution up, because the requesting or the origin peer waits no longer."""
@@ -247,6 +249,10 @@ class ForwardedExecution(StageExecution):
         self.events.append(("asked for again by", sender))
         self.askers[sender] = request
         self.answer_by = max(self.answer_by, answer_by)
+
+    def keep_backward(self, job: Backward) -> None:
+        """Keep the job of the backward pass in `undo`, if the gradients can be undone."""
+        self.undo = replace(self.undo, backward=job) if self.undo else None
 
     def answered(self) -> list[int]:
         """Return the ids of the requests that wait for this execution, and mark them as answered."""

@@ -33,6 +33,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 COUNTED_KEPT = 4096  # we remember this many committed executions of other peers, to refuse late requests for them
+PATIENT_STEPS = 2  # later stages let forward passes begin until the gradients would do for this many steps
 # The training thread has at most this many jobs, so that it can begin the next job as soon as it has finished one.
 JOBS_AT_ONCE = 2
 
@@ -132,8 +133,13 @@ class ExecutionTable:
 
         A step must not change the weights between an execution's forward and backward pass. With `overlap` a step
         may change the weights, so no pass waits.
+
+        A later stage takes a step as soon as it has enough gradients and no pass is pending. That is so while the first
+        stage pauses for its own step. If each stage made a pause of its own, the whole route would stop for each of
+        them in turn. So a later stage makes one only if it has the gradients of PATIENT_STEPS steps, less one.
         """
-        return self.ledger.waiting and not self.load.stage.overlap
+        stage = self.load.stage
+        return not stage.overlap and self.ledger.waiting(PATIENT_STEPS if stage.first > 0 else 1)
 
     def dispatch(self) -> list[Forward | Backward]:
         """Return the jobs that the training thread gets now.

@@ -6,6 +6,7 @@ Start with `Forwarding.send`, which gets one peer to compute the next layers:
     none                        pause, and look for holders again
     up to FEW                   send a ForwardRequest to the holder whose turn it is (PeerScheduler)
     more than FEW               send Offers to CANDIDATES holders, and a ForwardRequest to the best holder that accepts
+    all have refused            the same, since activations that are refused have cost a whole transfer
 
     answer to a ForwardRequest  what follows
     the gradient                the backward pass (comm/pipeline/lifecycle.py)
@@ -19,7 +20,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from decentral.comm.pipeline.execution import ExecutionEvent, NextHop, Offered, Sent, StageExecution
+from decentral.comm.pipeline.execution import (
+    ExecutionEvent,
+    ForwardedExecution,
+    NextHop,
+    Offered,
+    Sent,
+    StageExecution,
+)
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.next_peer import (
     CANDIDATES,
@@ -46,7 +54,7 @@ from decentral.comm.wire.messages import (
     Offer,
 )
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
-from decentral.core.fragments import fits_one
+from decentral.core.fragments import fits_one, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -126,8 +134,9 @@ class Forwarding:
             return self._wait(hop, now)
         rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
         links_s = {peer: self._link_s(hop, peer) for peer in rates}
-        chosen = self.scheduler.choose(execution.last, rates, links_s, CANDIDATES if len(rates) > FEW else 1)
-        if len(rates) <= FEW:
+        offers = len(rates) > FEW or hop.refusals >= len(holders)
+        chosen = self.scheduler.choose(execution.last, rates, links_s, CANDIDATES if offers else 1)
+        if not offers:
             return self._send_to(execution, chosen[0], now)
         hop.offer(chosen)
         tag = OfferTag(execution.token, hop.attempts)
@@ -221,6 +230,13 @@ class Forwarding:
         hop = execution.sent
         computing_s = self.load.rest_s(hop.tokens, 0)
         return computing_s and computing_s + self.load.hops_left(execution.last) * self._link_s(hop, None)
+
+    def whole_route_s(self, execution: ForwardedExecution, tokens: int) -> Seconds:
+        """Return the seconds that another peer's micro-batch takes without waiting, at usual speeds and links."""
+        forms = self.stage.forms(execution.id.first, execution.sequences)
+        sent, received = (max(map(layout_bytes, layouts)) for layouts in (forms.entering, forms.gradients))
+        links_s = self.load.hops_left(0) * self.view.there_and_back_s(None, sent, received)
+        return self.load.rest_s(tokens, 0) + links_s
 
     def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """Ask another peer, because the next peer refused as busy; pause once MOST_BUSY peers have refused."""

@@ -4,21 +4,26 @@
     COMMITTED  its origin peer has all gradients of the route: the micro-batch counts
     ABORTED    its origin peer took another route, gave up, or is gone: the micro-batch must not count
 
-Start with `GradientLedger`. A micro-batch counts if a step uses its gradient. A gradient cannot be taken out of a sum.
-So a sum is sealed: it gets no more gradients, and a new sum begins. The optimizer takes a step with a sealed sum once
-all its executions are committed. If one of them is aborted, or the sum is not finite, the whole sum is dropped. The
-training thread keeps each sealed sum in a buffer (a slot). Gradients are spread evenly over the slots, so that an abort
-loses few of them.
+Start with `GradientLedger`. A micro-batch counts if a step uses its gradient. A step needs a sealed sum: it gets no
+more gradients, and a new sum begins. The training thread keeps each sealed sum in a buffer (a slot).
+
+With exact gradients, an aborted execution has an `Undo` job: the training thread runs the passes once more, and
+subtracts the gradient from the open sum. This happens before the next step, while no other execution takes memory. Such
+a sum is sealed only once all its executions are committed.
+
+Where the weights have changed since the gradient was computed, it cannot be taken out: an aborted execution drops its
+whole sum. Gradients are then spread evenly over the slots, so that an abort loses few of them. A sum that is
+not finite is always dropped.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Protocol
 
 from decentral.comm.wire.messages import ExecutionId, Hop
 from decentral.comm.wire.transport import Effect
-from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.jobs import Apply, Drop, Seal, Undo
 from decentral.core.journal.events import CountedLine, UncountedLine
 from decentral.core.journal.field_kinds import CountedExecution
 from decentral.core.machine import Log
@@ -42,6 +47,7 @@ class GradientEntry:
     tokens: int  # number of text tokens in the micro-batch
     loss: float  # sum of the loss over the micro-batch's tokens, in nats
     own: bool
+    undo: Undo | None = None  # the job that takes the gradients out of the open sum; None: that is impossible
 
     def counted(self) -> CountedExecution:
         """Return this execution in the form that journal lines use."""
@@ -61,9 +67,12 @@ class Ledger(Protocol):
     quiet: bool  # True: a step may change the weights now, as no execution needs the old ones (ExecutionTable.quiet)
     sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
-    @property
-    def waiting(self) -> bool:
-        """Return whether there are enough gradients for a step."""
+    def waiting(self, steps: int = 1) -> bool:
+        """Return whether there are enough gradients for `steps` steps, or one fewer if that is more than one step.
+
+        Always False in a synchronous round, during which no step is taken.
+        """
+        return False
 
     def expect(self, micro_batches: int) -> None:
         """Set the minimum number of micro-batches in a step."""
@@ -106,6 +115,10 @@ class Ledger(Protocol):
         """
         return []
 
+    def undone(self, token: int, done: bool) -> list[Effect]:
+        """Record the outcome of an Undo job; `done`: the aborted execution's gradients were taken out of the sum."""
+        return []
+
     def look(self, quiet: bool) -> list[Effect]:
         """Return the Seal, Apply and Drop jobs that can run now, given whether a step may change weights (`quiet`)."""
         return []
@@ -123,6 +136,7 @@ class GradientLedger:
     # Key: buffer (slot) of a closed gradient sum. Value: StageExecution.token of each execution in the sum.
     closing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sealing: bool = False
+    undoing: set[int] = field(default_factory=set)  # executions that an Undo job takes out of the open sum
 
     def expect(self, micro_batches: int) -> None:
         """Set the minimum number of micro-batches in a step."""
@@ -162,6 +176,14 @@ class GradientLedger:
         self.sealing = False
         return [Log(CountedLine(of=_counted(self._taken(tokens)))), *self._advance()]
 
+    def undone(self, token: int, done: bool) -> list[Effect]:
+        """Remove an execution whose gradients were taken out; if that failed, let it drop its whole sum."""
+        self.undoing.discard(token)
+        if done:
+            return [Log(UncountedLine(of=_counted(self._taken((token,))), void=1)), *self._advance()]
+        self.entries[token] = replace(self.entries[token], undo=None)
+        return self._advance()
+
     def look(self, quiet: bool) -> list[Effect]:
         """Set `self.quiet`, which tells whether a step may change the weights; return the jobs that can run now.
 
@@ -170,10 +192,14 @@ class GradientLedger:
         self.quiet = quiet
         return self._advance()
 
-    @property
-    def waiting(self) -> bool:
-        """Return whether there are enough gradients for a step."""
-        return len(self.entries) >= self.micro_batches_per_step
+    def waiting(self, steps: int = 1) -> bool:
+        """Return whether there are enough gradients for `steps` steps, or one fewer if that is more than one step."""
+        return len(self.entries) - len(self._leaving()) >= steps * self.micro_batches_per_step - (steps > 1)
+
+    def _leaving(self) -> list[Undo]:
+        """Return the jobs that must take aborted executions' gradients out of the open sum before the next step."""
+        aborted = (token for token, state in self.states.items() if state is CommitState.ABORTED)
+        return [undo for token in aborted if (undo := self.entries[token].undo)]
 
     def _decide(self, token: int, state: CommitState) -> list[Effect]:
         """Decide on an execution in doubt. The first decision is final: a later one changes nothing."""
@@ -189,6 +215,12 @@ class GradientLedger:
         for slot in list(self.closing):
             effects += self._finish(slot)
         if not self.quiet or len(self.closing) == self.slots:
+            return effects
+        if leaving := self._leaving():
+            effects += [undo for undo in leaving if undo.token not in self.undoing]
+            self.undoing.update(undo.token for undo in leaving)
+            return effects
+        if any(entry.undo and self.states[token] is CommitState.IN_DOUBT for token, entry in self.entries.items()):
             return effects
         sealed = sum(map(len, self.closing.values()))
         even = -(-len(self.entries) // (self.slots + 1)) if self.slots > 1 else 0

@@ -95,7 +95,10 @@ class ExecutionLifecycle:
                     self.forwarding.scheduler.served(event.peer, event.seconds)
                     execution.gradient_came(event.peer, response)
                     thin = self.forwarding.view.is_thin()
-                    self.table.jobs.push(Backward(execution.token, response.layout, blob, thin))
+                    job = Backward(execution.token, response.layout, blob, thin)
+                    if isinstance(execution, ForwardedExecution):
+                        execution.keep_backward(job)
+                    self.table.jobs.push(job)
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
 
@@ -167,7 +170,8 @@ class ExecutionLifecycle:
         hops, loss = (response.hops, response.loss) if response else ((), done.loss)
         if isinstance(execution, OwnExecution) and not response:
             execution.name(done.number)
-        entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
+        undo = execution.undo if isinstance(execution, ForwardedExecution) else None
+        entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own, undo)
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
@@ -182,7 +186,8 @@ class ExecutionLifecycle:
             return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         stage, until = self.admission.stage, execution.until
         if not stage.synchronous:  # in synchronous training, gradients are held until the round ends
-            until = min(until, now + self.table.holds.limit_s(self.forwarding.load.rest_s(done.tokens, 0)))
+            took_s, route_s = now - execution.started_at, self.forwarding.whole_route_s(execution, done.tokens)
+            until = min(until, now + self.table.holds.limit_s(took_s, route_s))
         hops = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, hops, done.layout), done.blob)
         execution.hold(answer, until, now)

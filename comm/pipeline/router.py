@@ -39,7 +39,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
-from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
+from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped, Undone
 from decentral.core.journal.events import AppliedLine
 from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
@@ -179,6 +179,8 @@ class Router:
                 return self.audits.answered(event, now)
             case Compared():
                 return self.audits.compared(event, now)
+            case Undone(token, done):
+                return self.ledger.undone(token, done)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 return self.lifecycle.answered(event, now)
             case ForwardDone() | BackwardDone() | ExecutionFailed():

@@ -71,6 +71,14 @@ class StageConfig:
         """
         return not self.overlap and not self.synchronous
 
+    @property
+    def undoes(self) -> bool:
+        """Return whether gradients of an aborted execution can be taken out of a sum, by computing them again.
+
+        If true, no step changes the weights while a sum grows. A peer with the whole model takes steps of its own.
+        """
+        return self.exact and (self.first, self.last) != (0, self.layers)
+
     def begins(self, layer: int) -> bool:
         """Return whether another peer's execution may begin at this peer with this layer."""
         return layer in self._entries

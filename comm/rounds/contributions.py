@@ -43,7 +43,6 @@ class ContributionRecord(Ledger):
     """A Ledger that records which executions are in this peer's sums; it does not decide which of them count."""
 
     quiet: bool = True
-    waiting: bool = False  # always False: no step is taken during a round, so no forward pass must wait for a step
     sealing: bool = False
     micro_batches_per_step: int = 1
     entries: dict[int, GradientEntry] = field(default_factory=dict)  # `token` -> execution that is in one of our sums

@@ -65,6 +65,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket, hooks: Hoo
     from decentral.view.page.follow import PageFollower, SwarmTime
     from decentral.view.page.server import Updates, application
     from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
+    from decentral.view.page.swarm_hooks import SwarmHooks
 
     async with AsyncExitStack() as stack:
         sources: list[LineSource] = [JournalFolder(Path(flags.folder))] if flags.folder else []

@@ -243,6 +243,23 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Undo:
+    """Job: take the gradients of an aborted execution out of the open sum. Outcome: `Undone`.
+
+    The execution's passes are run once more, and the gradients are subtracted. If a merge of gossip has changed the
+    weights since the first time, the difference stays in the sum.
+    """
+
+    forward: Forward
+    backward: Backward | None = None  # None: the execution ends with the model's last layer
+
+    @property
+    def token(self) -> int:
+        """Return the execution's number at this peer."""
+        return self.forward.token
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeSpan:
     """Job: change this peer's span to layers [first, last) while no execution is in flight. Outcome: `SpanChanged`.
 
@@ -311,7 +328,7 @@ class Advance:
     loss: float
 
 
-StageJob = Draw | Forward | Backward | Forget | Compare | Seal | Apply | Drop
+StageJob = Draw | Forward | Backward | Forget | Compare | Seal | Apply | Drop | Undo
 RoundJob = CloseRound | Advance
 GossipJob = CloseWindow | Rest | EncodeSections | Merge | ExportState
 SpanJob = ChangeSpan | ExportRetained | KeepCopy | DropCopy
@@ -534,6 +551,14 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
+class Undone:
+    """Outcome: whether the gradients of execution `token` were taken out of the open sum, which is else unchanged."""
+
+    token: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """Outcome: a `Forget` or a `Drop` is done."""
 
@@ -580,7 +605,7 @@ class RoundClosed:
     sums: tuple[WindowClosed, ...]  # empty if there were no gradients, or if the sums were discarded
 
 
-StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped
+StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Undone | Forgotten | Stepped
 GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | StateExported
 SpanOutcome = SpanChanged | RetainedExported | CopyKept
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | SaveFailed | Started

@@ -54,6 +54,9 @@ class StageLayers(Protocol):
     def compare(self, job: jobs.Compare) -> jobs.Compared:
         """Compare the job's last gradient with each of its earlier gradients, by cosine and ratio of norms."""
 
+    def undo(self, job: jobs.Undo) -> jobs.Undone:
+        """Take the gradients of an execution out of the open sum, by running its passes again."""
+
     def seal(self, slot: int) -> jobs.Sealed:
         """Move the open sum of gradients into a slot, where it waits for `apply` or `drop`, and begin a new sum."""
 
@@ -146,7 +149,7 @@ class JobRunner(ABC):
     def work(self, job: jobs.Job) -> float:
         """Return a job's amount of computation; 1 is a micro-batch's forward and backward pass through the model.
 
-        Call it before the job is carried out. Jobs other than Draw, Forward and Backward give 0.
+        Call it before the job is carried out. Jobs other than Draw, Forward, Backward and Undo give 0.
         """
         cuts = self.span.cuts
         match job:
@@ -157,6 +160,8 @@ class JobRunner(ABC):
                 execution = self.span.stages.pending[token]
                 first, last = execution.first, execution.last
                 return share(cuts, first, last) - forward_share(cuts, first, last)
+            case jobs.Undo(forward):
+                return share(cuts, forward.first, forward.last)
         return 0.0
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
@@ -259,6 +264,8 @@ class JobRunner(ABC):
                 return replace(self._apply(then), executions=sealed.tokens)
             case jobs.Drop(slot):
                 return stages.drop(slot)
+            case jobs.Undo():
+                return stages.undo(job)
             case jobs.Apply():
                 return self._apply(job)
         raise AssertionError(f"{type(self).__name__} cannot carry out {job!r}")

@@ -5,6 +5,7 @@ peer computes.
 
     forward    decode the input, run the layers, keep the graph, encode the output for the next peer
     backward   decode the output's gradient, run the graph backwards, encode the input's gradient for the previous peer
+    undo       run both passes of an aborted execution again, and subtract its gradients from the sum
     seal       set the sum of gradients aside for a step; later gradients go into a new sum
     apply      take each fragment's optimizer step with a sealed sum, divided by the sum's number of tokens
 
@@ -161,10 +162,36 @@ class StageRunner:
         except ProtocolError as error:
             return jobs.ExecutionFailed(job.token, error.reason)
         del self.pending[job.token]
-        self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD.to(execution.output_BTD))
+        self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD)
         done = self._backed(job, execution, 0.0)
         self._slow_down(execution, began, forward=False)
         return done
+
+    def undo(self, job: jobs.Undo) -> jobs.Undone:
+        """Run an execution's passes again, and subtract the gradients from the open sum.
+
+        Returns:
+            The outcome. It is not done, and the sum is unchanged, if the sum has no gradients of the execution, or the
+            loss is not finite this time.
+        """
+        began = time.perf_counter()
+        if job.token not in self.sums.executions:
+            return jobs.Undone(job.token, False)
+        hidden_BTD, targets_BT = self.activations.unpack(job.forward)
+        first, last, tokens = job.forward.first, job.forward.last, decoder.trained_tokens(targets_BT)
+        execution = self._through(hidden_BTD.to(self.device.device), None, tokens, (first, last))
+        if job.backward is None:
+            loss = self._loss(execution, targets_BT)
+            if not torch.isfinite(loss):
+                return jobs.Undone(job.token, False)
+            self._add(execution, -loss, None, -tokens)
+        else:
+            shape = execution.output_BTD.shape
+            gradient_BTD = self.activations.decode_gradient(job.backward.layout, job.backward.blob, shape)
+            self._add(execution, execution.output_BTD, -gradient_BTD, -tokens)
+        self.sums.executions.remove(job.token)
+        slow_down(self.device, time.perf_counter() - began, share(self._cuts, first, last))
+        return jobs.Undone(job.token, True)
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
         """Free the autograd graphs of the executions with these ids: no backward pass will be requested for them."""
@@ -250,10 +277,7 @@ class StageRunner:
     ) -> jobs.Outcome:
         """Return ForwardDone; at the model's end, run the backward pass too, and return BackwardDone instead."""
         if execution.last == self.end:
-            targets_BT = targets_BT.to(self.device.device)
-            with self.device.autocast():
-                mean = decoder.last_loss(self.run, self.layers[-1], execution.output_BTD, targets_BT)
-            loss = mean * execution.tokens
+            loss = self._loss(execution, targets_BT)
             if not torch.isfinite(loss):
                 return jobs.ExecutionFailed(job.token, Reason.NAN)
             self._accumulate(job.token, execution, loss, None)
@@ -265,22 +289,33 @@ class StageRunner:
         self._slow_down(execution, began, forward=True)
         return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, layout, blob)
 
+    def _loss(self, execution: PendingBackward, targets_BT: Tensor) -> Tensor:
+        """Run the model's last layer, and return the sum of the tokens' losses."""
+        with self.device.autocast():
+            targets_BT = targets_BT.to(self.device.device)
+            mean = decoder.last_loss(self.run, self.layers[-1], execution.output_BTD, targets_BT)
+        return mean * execution.tokens
+
     def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
         """Run an execution's backward pass from `root`, and add the result to the open sum.
 
         `token` is the execution's id; `gradient` is the gradient of `root`, or None if `root` is the loss.
         """
+        self._add(execution, root, gradient, execution.tokens)
+        if self.ahead and execution.ahead is not None:
+            self.ahead.came_back(execution.ahead)
+        self.sums.executions.append(token)
+
+    def _add(self, execution: PendingBackward, root: Tensor, gradient: Tensor | None, tokens: int) -> None:
+        """Add the gradients of a backward pass from `root` to the open sum, and `tokens` to its numbers of tokens."""
         if not self.alone:
             for live in self.lives:
                 live.grad.zero_()
         with self._computing(execution):
-            torch.autograd.backward([root], None if gradient is None else [gradient])
-        if self.ahead and execution.ahead is not None:
-            self.ahead.came_back(execution.ahead)
-        self.sums.executions.append(token)
+            torch.autograd.backward([root], None if gradient is None else [gradient.to(root)])
         for index, live in enumerate(self.lives):
             if execution.first <= live.fragment.first and live.fragment.last <= execution.last:
-                self.sums.filled_tokens[index] += execution.tokens
+                self.sums.filled_tokens[index] += tokens
                 if not self.alone:
                     self.sums.filled[index] += live.grad
 

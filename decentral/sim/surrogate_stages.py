@@ -117,6 +117,13 @@ class SurrogateStages:
         same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
         return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))
 
+    def undo(self, job: jobs.Undo) -> jobs.Undone:
+        """Subtract the gradient of an execution, at the present weights, from the open sum."""
+        at = self._executions.index(job.token)
+        del self._executions[at]
+        self._add(self._filled.pop(at), -1)
+        return jobs.Undone(job.token, True)
+
     def seal(self, slot: int) -> jobs.Sealed:
         """Move the open sum into the numbered slot, and begin an empty open sum."""
         self._sealed[slot] = tuple(self._filled), self._sums
@@ -167,9 +174,7 @@ class SurrogateStages:
         """Add the gradient of an execution to the open sum; return the gradient of its input."""
         self._filled.append(execution)
         self._executions.append(job.token)
-        for index, fragment in enumerate(self.fragments):
-            if execution.first <= fragment.first and fragment.last <= execution.last:
-                self._sums[index] += execution.tokens * self.weights[index]
+        self._add(execution, 1)
         if execution.first == 0:
             return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
         layout = self._forms(execution, execution.first).gradient_over(job.thin)
@@ -177,6 +182,12 @@ class SurrogateStages:
             [(layout_bytes(layout), msgpack.packb((execution.origin, execution.number, execution.first)))]
         )
         return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
+
+    def _add(self, execution: SurrogateGradient, sign: int) -> None:
+        """Add the gradient of an execution at the present weights to the open sum, or subtract it if `sign` is -1."""
+        for index, fragment in enumerate(self.fragments):
+            if execution.first <= fragment.first and fragment.last <= execution.last:
+                self._sums[index] += sign * execution.tokens * self.weights[index]
 
 
 def _read(blob: bytes) -> tuple[str, int, int]:

@@ -60,7 +60,7 @@ from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
 
 STOPPED_S = 5.0  # if a timer event (Woke) comes later than planned by more than this, the process was suspended
-ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
+ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared, jobs.Undone)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
 

@@ -126,6 +126,9 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
 
         tokens/s = M * tokens / (sum over hops h of (kept_0 + kept_h) / 2 + (M - 1) * tokens / tokens/s without steps)
 
+    Hops pause for the micro-batches of all origin peers. So these are the tokens/s through the hop with the most, and
+    each origin peer gets its share of them.
+
     Args:
         pipeline: The costs of a micro-batch.
         paths: The routes, with what they carry without steps.
@@ -134,6 +137,9 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
     rates = np.array([rate for rate, _ in paths])
     origins = np.array([hops[0][0] for _, hops in paths], dtype=np.int64)  # there may be no paths
     routed = np.array([len(hops) > 1 for _, hops in paths], dtype=bool)
+    through_N = np.zeros(pipeline.costs.peers)  # tokens/s that each peer computes for routes of several hops
+    for rate, hops in (path for path in paths if len(path[1]) > 1):
+        np.add.at(through_N, [peer for peer, _, _ in hops], rate)
     for origin in np.unique(origins[routed]):
         own = np.flatnonzero(routed & (origins == origin) & (rates > 0)).tolist()
         if not own:
@@ -141,8 +147,9 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
         flow = float(rates[own].sum())
         many = accumulate + max(len(paths[route][1]) for route in own) - 1
         pauses_s = sum(rates[route] * _pauses_s(pipeline.kept_s(paths[route][1])) for route in own) / flow
-        cycle_s = max(pauses_s + (many - 1) * pipeline.tokens / flow, many * pipeline.tokens / flow)
-        rates[own] *= many * pipeline.tokens / cycle_s / flow
+        most = max(float(through_N[peer]) for route in own for peer, _, _ in paths[route][1])
+        cycle_s = max(pauses_s + (many - 1) * pipeline.tokens / most, many * pipeline.tokens / most)
+        rates[own] *= many * pipeline.tokens / cycle_s / most
     return rates
 
 

@@ -27,6 +27,8 @@ RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
 SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
 GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises this share more tokens/s
+LOST_BY_ROUTES = 0.01  # idle peers get no layers in a plan unless this lowers its throughput by this share
+IDLE_NAMED = 8  # a plan's reason names at most this many peers without layers
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
 
@@ -66,6 +68,8 @@ def throughput_plan(
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
         chosen = held
+    else:
+        chosen = without_idle(problem, chosen)
     found = problem.flow(chosen)
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
@@ -138,6 +142,7 @@ def _with_routes(
         use={kind: use.share for kind, use in used.items()},
         reason=plan.reason
         + _reason(plan, costs, chosen, found)
+        + _left_out([name for name, (a, b) in zip(topology.ids, spans, strict=True) if a == b])
         + _lost(found.tokens_per_s, tokens_per_s, exact=not config.routes.overlap)
         + _most_used(used),
     )
@@ -176,6 +181,18 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
     return simpler if gains else spans
 
 
+def without_idle(problem: FlowProblem, spans: Ints) -> Ints:
+    """Return spans in which a peer that the routes do not need holds no layers; the first spans if that loses flow.
+
+    A running peer with layers gets micro-batches, since others route by speeds; each is another stop on a route.
+    """
+    routed = [peer for _, hops in problem.carried(spans, problem.flow(spans)).paths for peer, _, _ in hops]
+    needed = np.where(np.isin(np.arange(len(spans)), routed)[:, None], spans, 0)
+    if not problem.valid(needed):
+        return spans
+    return needed if problem.evaluate(needed).value >= problem.evaluate(spans).value * (1 - LOST_BY_ROUTES) else spans
+
+
 def _no_gain(problem: FlowProblem, found: Ints, held: Ints, seconds: float) -> bool:
     """Return whether the spans `found` reach at most STAY_MARGIN more tokens/s than the spans `held`.
 
@@ -192,6 +209,12 @@ def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequen
         for peer, (first, last) in enumerate(spans)
         if first < last
     }
+
+
+def _left_out(names: Sequence[str]) -> str:
+    """Return a sentence about peers without layers; "" if there are none."""
+    shown = ", ".join(names[:IDLE_NAMED]) + (f" and {len(names) - IDLE_NAMED} more" if len(names) > IDLE_NAMED else "")
+    return f" No route needs {shown}: no layers for these." if names else ""
 
 
 def _lost(flow: float, carried: float, exact: bool) -> str:

@@ -237,6 +237,41 @@ def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str,
     assert not any(torch.equal(m.live.theta, old) for m, old in zip(compute.gossip.fragments, before, strict=True))
 
 
+@pytest.mark.parametrize("last", [4, 5])
+def test_an_execution_that_is_undone_leaves_the_sum_of_the_others(setup_of: MakeSetup, last: int) -> None:
+    """Whether it ends with the model's last layer, or got a gradient from a later peer."""
+    undone, other = (Compute(with_span(setup_of("C"), (2, last))) for _ in range(2))
+    passes = [_passes(undone, token, sequences, last) for token, sequences in ((1, 1), (2, 3))]
+    for job in (*passes[0], *passes[1]):
+        undone.do(job)
+    forward, *rest = passes[1]
+    assert undone.do(jobs.Undo(forward, *rest)) == jobs.Undone(2, True)
+    for job in passes[0]:
+        other.do(job)
+    assert undone.span.stages.sums.executions == other.span.stages.sums.executions == [1]
+    assert undone.span.stages.sums.filled_tokens == other.span.stages.sums.filled_tokens
+    for found, expected in zip(undone.span.stages.sums.filled, other.span.stages.sums.filled, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert bool(expected.any())
+
+
+def test_an_execution_that_is_in_no_sum_cannot_be_undone(computes: dict[str, Compute]) -> None:
+    compute = computes["C"]
+    layout, blob, sequences = _entering(compute, 2)
+    assert compute.do(jobs.Undo(jobs.Forward(1, 2, 5, sequences, layout, blob))) == jobs.Undone(1, False)
+
+
+def _passes(compute: Compute, token: int, sequences: int, last: int) -> tuple[Any, ...]:
+    """The jobs of an execution through layers [2, last)."""
+    layout, blob, _ = _entering(compute, sequences)
+    forward = jobs.Forward(token, 2, last, sequences, layout, blob)
+    if last == 5:
+        return (forward,)
+    (back,) = compute.span.forms(last, sequences).gradients
+    gradient = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(token))
+    return forward, jobs.Backward(token, back, blockwise.encode("fp32", gradient))
+
+
 def test_what_measuring_the_device_leaves_behind_is_in_no_sum(setup_of: MakeSetup) -> None:
     """Its backward passes went into the first sum: a newcomer's, without weights then, was not finite."""
     compute = Compute(with_span(setup_of("A"), SPANS["A"]))

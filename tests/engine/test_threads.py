@@ -287,7 +287,10 @@ def test_a_job_costs_no_time_in_which_the_machine_ran_other_processes(
 # What time is spent on
 
 TIME: dict[str, set[type]] = {
-    "training": {jobs.Draw, jobs.Forward, jobs.Backward, jobs.Forget, jobs.Seal, jobs.Apply, jobs.Drop, jobs.Advance},
+    "training": {
+        *{jobs.Draw, jobs.Forward, jobs.Backward, jobs.Forget, jobs.Seal, jobs.Apply, jobs.Drop, jobs.Undo},
+        jobs.Advance,
+    },
     "gossip": {jobs.CloseWindow, jobs.Rest, jobs.EncodeSections, jobs.Merge, jobs.CloseRound},
     "checkpoint": {jobs.Save},
     "evaluation": {jobs.Evaluate, jobs.Compare},

@@ -87,6 +87,11 @@ class Device:
             case jobs.Drop(slot):
                 self.slots.pop(slot, None)
                 return jobs.Forgotten()
+            case jobs.Undo():
+                if self._fails():
+                    return jobs.Undone(job.token, False)
+                self.executions.remove(job.token)
+                return jobs.Undone(job.token, True)
             case jobs.Forget():
                 return jobs.Forgotten()
             case jobs.CloseRound(round, executions):

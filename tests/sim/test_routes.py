@@ -386,6 +386,19 @@ def test_a_sum_that_is_dropped_moves_nothing() -> None:
     assert [gossiped.live.tokens for gossiped in last.gossip.fragments] == [0, 0]
 
 
+def test_a_gradient_that_is_undone_is_in_no_step() -> None:
+    last = surrogate(3, 6)
+    passes = []
+    for number, token in ((0, 1), (1, 2)):
+        _, sent = drawn(number)
+        passes.append(Forward(token, 3, 6, 2, sent.layout, sent.blob))
+        last.do(passes[-1])
+    assert last.do(jobs.Undo(passes[0])) == jobs.Undone(1, True)
+    assert last.do(Seal()) == Sealed((2,))
+    last.do(Apply(0, 0, 0.0))
+    assert [gossiped.live.tokens for gossiped in last.gossip.fragments] == [64, 64]
+
+
 def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None:
     mover = surrogate(0, 3)
     mover.do(jobs.Start(newcomer=False))

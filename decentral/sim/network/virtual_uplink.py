@@ -93,18 +93,20 @@ class VirtualUplink:
         self.release()
         return message
 
-    def hold(self, begin: Callable[[], bool], yields: bool = False) -> None:
-        """Call `begin` as soon as the uplink is idle; if `begin` returns True, stop the uplink until `let_go`.
+    def hold(self, begin: Callable[[], bool]) -> None:
+        """Call `begin` once the pieces that have left are sent; if it returns True, stop the uplink until `let_go`."""
+        self.catch_up()
+        if self.queue.free_at > self.agenda.now:
+            waits = self._timer is not None
+            self.agenda.at(self.queue.free_at, lambda: self._hold(begin, waits))
+        else:
+            self._hold(begin, False)
 
-        `yields`: first send a piece that is due now, because the piece has waited longer than this call.
-        """
+    def _hold(self, begin: Callable[[], bool], yields: bool) -> None:
+        """Stop the uplink now. `yields`: first send a piece that is due now, because it has waited longer."""
         self.catch_up()
         if yields:
             self.release()
-        if self.queue.free_at > self.agenda.now:
-            waits = self._timer is not None
-            self.agenda.at(self.queue.free_at, lambda: self.hold(begin, waits))
-            return
         if begin():
             self.queue.hold(self.agenda.now)
 

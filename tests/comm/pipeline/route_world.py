@@ -86,6 +86,9 @@ class Device:
                 return jobs.Stepped(len(self.taken), 0, job.tokens, job.loss, NO_TIME, job.micro_batches)
             case jobs.Drop():
                 return jobs.Forgotten()
+            case jobs.Undo():
+                self.executions.remove(job.token)
+                return jobs.Undone(job.token, True)
         raise AssertionError(job)
 
 
@@ -223,7 +226,7 @@ class World:
                 self._compute(peer, effect)
 
     def _compute(self, peer: Peer, job: Any) -> None:
-        passes = {jobs.Draw: 1 / 3, jobs.Forward: 1 / 3, jobs.Backward: 2 / 3}.get(type(job), 0.0)
+        passes = {jobs.Draw: 1 / 3, jobs.Forward: 1 / 3, jobs.Backward: 2 / 3, jobs.Undo: 1.0}.get(type(job), 0.0)
         execution = peer.routes.executions.get(getattr(job, "token", -1))
         if isinstance(job, jobs.Forward) and job.last == self.cuts[-1].last:
             passes = 1.0

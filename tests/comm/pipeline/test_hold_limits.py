@@ -99,10 +99,12 @@ def test_one_that_does_it_again_and_again_under_ever_new_names_costs_a_part_of_t
 
 def test_what_usually_takes_long_is_waited_for() -> None:
     limits = HoldLimits()
-    assert limits.limit_s(100.0) == 400.0
+    assert limits.limit_s(0.0, 100.0) == 400.0
+    assert limits.limit_s(30.0, 1.0) == 120.0
+    assert limits.limit_s(3000.0, 1.0) == MOST_REST_S / UNDECIDED_REST_TIMES
     for origin, waited_s in (("A", 50.0), ("B", 60.0), ("liar", 3000.0)):
         limits.committed(PeerId(origin), waited_s)
-    assert limits.limit_s(1.0) == 240.0
+    assert limits.limit_s(0.0, 1.0) == 240.0
 
 
 def test_who_commits_is_taken_while_others_rest_and_who_fails_again_rests_longer() -> None:

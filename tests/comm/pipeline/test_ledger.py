@@ -6,15 +6,19 @@ from decentral.comm.pipeline.forwarding import reaches_the_end
 from decentral.comm.pipeline.ledger import CommitState, GradientEntry, GradientLedger
 from decentral.comm.wire.messages import ExecutionId, Hop
 from decentral.comm.wire.transport import Effect
-from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.jobs import Apply, Drop, Forward, Seal, Undo
 from decentral.core.journal.events import CountedLine, UncountedLine
 from decentral.core.journal.field_kinds import CountedExecution
 from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 
 
-def entry(number: int, own: bool = False) -> GradientEntry:
-    return GradientEntry(ExecutionId("A", number, 0), 2, 10, 20.0, own)
+def entry(number: int, own: bool = False, undo: Undo | None = None) -> GradientEntry:
+    return GradientEntry(ExecutionId("A", number, 0), 2, 10, 20.0, own, undo)
+
+
+def undo(token: int) -> Undo:
+    return Undo(Forward(token, 0, 2, 1, (), b""))
 
 
 def kinds(effects: list[Effect]) -> list[str]:
@@ -46,6 +50,38 @@ def test_an_aborted_one_takes_the_sum_with_it_and_what_comes_later_is_too_late()
     assert kinds(aborted) == ["Drop", "uncounted"]
     assert len(lines(aborted)[0].of) == 2
     assert ledger.commit(2) == []
+
+
+def test_gradients_that_can_be_taken_out_are_and_the_others_count() -> None:
+    ledger = GradientLedger(2)
+    for token in (1, 2, 3):
+        assert ledger.add(token, entry(token, undo=undo(token)), CommitState.IN_DOUBT) == []
+    assert ledger.commit(1) == []
+    assert ledger.abort(2) == [undo(2)]
+    assert ledger.commit(3) == []  # the step waits until the second one's gradients are out
+    out = ledger.undone(2, True)
+    assert kinds(out) == ["uncounted", "Seal"]
+    assert lines(out) == [UncountedLine(of=(entry(2).counted(),), void=1)]
+    assert out[1] == Seal((1, 3), Apply(0, 0, 2.0))
+    assert kinds(ledger.stepped((1, 3))) == ["counted"]
+
+
+def test_gradients_are_taken_out_between_passes_only_and_are_not_enough_for_a_step() -> None:
+    ledger = GradientLedger(1, quiet=False)
+    ledger.add(1, entry(1, undo=undo(1)), CommitState.IN_DOUBT)
+    assert ledger.waiting()
+    assert ledger.abort(1) == []
+    assert not ledger.waiting()
+    assert ledger.look(quiet=True) == [undo(1)]
+    assert ledger.look(quiet=True) == []
+
+
+def test_gradients_that_could_not_be_taken_out_drop_the_sum() -> None:
+    ledger = GradientLedger(1)
+    ledger.add(1, entry(1, undo=undo(1)), CommitState.ABORTED)
+    ledger.add(2, entry(2, undo=undo(2)), CommitState.COMMITTED)
+    assert ledger.undone(1, False) == [Seal()]
+    assert kinds(ledger.sealed((1, 2))) == ["Drop", "uncounted"]
 
 
 def test_a_decision_is_final() -> None:

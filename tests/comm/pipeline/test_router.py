@@ -633,7 +633,7 @@ def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_beg
     returned = Envelope(BackwardResponse(RUN, 1.0, 8, (Hop("C", 3, 4),), layout(3, 1)[:1]), bytes(16))
     middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0.1, 0, 0), 1.2)
     middle.routes.handle(middle.device.do(jobs.Backward(2, (), b"")), 1.3)
-    assert middle.routes.ledger.waiting  # for the first one to come back, and then for a step
+    assert middle.routes.ledger.waiting()  # for the first one to come back, and then for a step
     assert begun(3, drawn=60.0) == []
     assert begun(4, drawn=30.0) == [4]
 

@@ -171,6 +171,8 @@ def event_of(text: str, scene: Scene) -> Event:
             return jobs.ExecutionFailed(int(token), reason)
         case ["sealed", slot, "with", *tokens]:
             return jobs.Sealed(tuple(map(int, tokens)), int(slot))
+        case ["undone", token]:
+            return jobs.Undone(int(token), True)
         case ["stepped", *tokens]:
             return jobs.Stepped(1, 0, 8, 1.0, NO_TIME, 1, tuple(map(int, tokens)))
     assert text == "wake", f"no such event: {text}"
@@ -234,6 +236,8 @@ def spoken_effect(effect: Any, scene: Scene) -> str:
             return f"forward {token} through {first}-{last}"
         case jobs.Backward(token):
             return f"backward {token}"
+        case jobs.Undo():
+            return f"undo {effect.token}"
         case jobs.Forget(tokens):
             return f"forget {' '.join(map(str, tokens))}"
         case jobs.Seal(ready, then, slot):

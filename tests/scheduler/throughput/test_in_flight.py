@@ -7,6 +7,7 @@ import pytest
 
 from decentral.core import config
 from decentral.scheduler.throughput import in_flight
+from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
@@ -28,6 +29,14 @@ def pair(memory_bytes: float = 1000.0) -> Pipeline:
         seconds, 500 * ones, ones, 100 * ones, ones, memory, link, 100.0, 1, free, np.full(2, -1), np.zeros(0)
     )
     return Pipeline(costs, DELAY_NN, context=10, sequences=1)
+
+
+def trio() -> Pipeline:
+    """The peers of `pair`, and another like the first."""
+    two = pair()
+    link = np.full((3, 3), 1e4) - 1e4 * np.eye(3)
+    costs = replace(two.costs.of_peers(np.array([0, 1, 0])), link_NN=link)
+    return replace(two, costs=costs, delay_NN=np.full((3, 3), 0.05))
 
 
 def test_a_peer_keeps_a_micro_batch_until_all_later_peers_and_links_are_done() -> None:
@@ -82,6 +91,24 @@ def test_peers_pause_for_their_steps_one_after_another_with_exact_gradients() ->
     assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([20 / (pauses_s + 0.2)])
     assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([1000 / (pauses_s + 99 * 0.2)])
     assert in_flight.with_steps(pair(), [(50.0, [(0, 0, 2)])], 1).tolist() == [50.0]
+
+
+def test_hops_pause_for_the_micro_batches_of_all_origin_peers() -> None:
+    """Two origin peers with half of the micro-batches each get half of what one would carry alone."""
+    (alone,) = in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist()
+    together = in_flight.with_steps(trio(), [(25.0, ROUTE), (25.0, [(2, 0, 1), (1, 1, 2)])], 1)
+    assert together.tolist() == pytest.approx([alone / 2, alone / 2])
+
+
+def test_a_peer_that_no_route_needs_holds_no_layers() -> None:
+    """Peer 2 could take the place of peer 0, but its link carries nothing."""
+    costs = trio().costs
+    link = costs.link_NN.copy()
+    link[2] = link[:, 2] = 1e-3
+    flights = Flights(np.full((3, 3), 0.05), config.load(None, ["model.context=16"]))
+    problem = FlowProblem(replace(costs, link_NN=link), np.zeros(3, np.int64), flights)
+    spans = throughput_plan.without_idle(problem, np.array([*SPANS, (0, 1)]))
+    assert spans.tolist() == [[0, 1], [1, 2], [0, 0]]
 
 
 def test_steps_have_as_many_sequences_as_the_run_says() -> None:

@@ -96,6 +96,21 @@ def test_a_probe_has_the_uplink_for_itself_when_what_has_left_is_through() -> No
     assert peer.begun["after"] == pytest.approx(3.0)
 
 
+def test_a_probe_gets_the_uplink_however_much_waits_for_it() -> None:
+    peer = Peer()
+    for name in ("first", "second"):
+        peer.send(name, 100)
+    probed = list[float]()
+
+    def begin() -> bool:
+        probed.append(peer.agenda.now)
+        return True
+
+    peer.agenda.at(2.5, lambda: peer.uplink.hold(begin))
+    peer.agenda.run(20.0)
+    assert probed == pytest.approx([3.0], abs=1.0)
+
+
 def test_a_probe_that_is_forgotten_holds_nobody_for_ever() -> None:
     peer = Peer()
     peer.uplink.hold(lambda: True)
