@@ -31,7 +31,9 @@ from decentral.core.units import Seconds
 
 FRESH_SNAPSHOT_S = 60.0  # a snapshot up to this age is merged, even if windows are much shorter
 CLOCK_SKEW_S = 10.0  # a snapshot's time may lie this far in the future, because peers' clocks differ
-ROUNDS_KEPT = 2  # with numbered rounds, we also keep the snapshot before the newest one: a partner may be a round behind
+ROUNDS_KEPT = (
+    2  # with numbered rounds, the snapshot before the newest one is kept as well: a partner may be a round behind
+)
 MOST_SEEN = 8192  # to refuse replays, we store the newest window number of this many partners; a roster has fewer peers
 MOST_PARTS = 3  # we cache at most this many answers of a snapshot, one for each choice of sections that was pulled
 MAX_WAITING_PULLS = 256  # at most this many pulls wait for the next snapshot; further pulls are answered at once
