@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decentral.commands import shared
+from decentral.commands.ps import NO_FIGURE, table
 from decentral.core import strict_json
 from decentral.core.credit import Credit, Statement, contributions, latest
 from decentral.core.errors import UserError
@@ -23,7 +24,12 @@ from decentral.core.peer_names import titled
 from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
 
-LEDGER_COLUMNS = ("peer", "tokens", "share", "hours", "served", "checks", "witnesses", "claims")
+LEDGER_COLUMNS = ("peer", "tokens", "share", "time", "served", "checks", "witnesses", "claims")
+LEGEND = (
+    "tokens, share, time: what other peers could measure; nobody measures a peer that is alone, nor its last windows\n"
+    "served: bytes that others received; checks: windows and gradients that others found right; witnesses: peers that\n"
+    "measured it; claims: tokens by the peer's own word, which do not count; -: nobody measured it"
+)
 MB = 1e6
 
 
@@ -43,13 +49,18 @@ def _main(flags: argparse.Namespace) -> None:
     else:
         print(f"run {plain_text(run)}: {plural(len(statements), 'peer')} with a signed record")
         print(table(LEDGER_COLUMNS, [_row(one) for one in found]))
+        print(LEGEND)
 
 
 def _row(one: Credit) -> tuple[str, ...]:
     """Return the cells of a peer's line, in the order of LEDGER_COLUMNS."""
+    who, claims = titled(PeerId(one.peer), one.name), f"{one.claimed_tokens:,}"
+    if not one.witnesses:
+        return (who, *[NO_FIGURE] * 5, "0", claims)
     checks = f"{one.passed:,}" + (f", {one.failed:,} failed" if one.failed else "")
-    amounts = f"{one.tokens:,}", f"{100 * one.share:.1f}%", f"{one.hours:.2f}", f"{one.served_bytes / MB:,.1f} MB"
-    return (titled(PeerId(one.peer), one.name), *amounts, checks, str(one.witnesses), f"{one.claimed_tokens:,}")
+    time = f"{one.hours:.2f} h" if one.hours >= 1 else f"{60 * one.hours:.1f} min"
+    amounts = f"{one.tokens:,}", f"{100 * one.share:.1f}%", time, f"{one.served_bytes / MB:,.1f} MB"
+    return (who, *amounts, checks, str(one.witnesses), claims)
 
 
 async def _of_swarm(flags: argparse.Namespace) -> tuple[RunId, dict[PeerId, Statement]]:

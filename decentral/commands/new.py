@@ -190,6 +190,8 @@ def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[
     if flags.model_from:
         yield Setting("model.from", flags.model_from, "The weights and the shape to start from.")
         return
+    if not sizes.is_size(flags.model):
+        raise UserError(f"--model {flags.model}: expected a number of parameters, such as 125M or 1.3B")
     kind = next((one.value for one in before if one.path == "data.kind"), DataConfig().kind)
     vocabulary = config.BYTES if kind in ("text", "python-stdlib") else TOKENIZER_VOCABULARY
     given = next((text.partition("=")[2] for text in flags.set if text.startswith("model.vocabulary=")), None)

@@ -38,8 +38,8 @@ from decentral.engine import compile_caches
 from decentral.peers.membership import records
 from decentral.peers.startup import state
 from decentral.peers.startup.flags import StartFlags
-from decentral.store.fetching import fetched
-from decentral.store.places import checked_place, is_address
+from decentral.store.fetching import fetched, holds_uploads
+from decentral.store.places import checked_place
 from decentral.view.page.address import add_dashboard_flag
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
@@ -99,7 +99,7 @@ def _downloaded(flags: StartFlags) -> StartFlags:
         UserError: If an upload cannot be downloaded.
     """
     own, resumed = flags.own, flags.resume_from
-    if own.model_folder is not None and is_address(own.model_folder):
+    if own.model_folder is not None and holds_uploads(own.model_folder):
         own = replace(own, model_folder=str(fetched(own.model_folder, "model", "--model-from", shared.stage)))
     if resumed is not None:
         has_run = flags.state_dir is not None and (Path(flags.state_dir) / "run.json").exists()

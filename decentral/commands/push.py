@@ -25,6 +25,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.peer_folders import KEY
 from decentral.core.units import Seconds, readable_bytes
+from decentral.store.fetching import FLAG_OF
 from decentral.store.places import asking, checked_place, store_of
 from decentral.store.sending import PushResult, SendPace, kind_of_folder, link_of, opened_upload, push
 
@@ -69,8 +70,8 @@ def _said(result: PushResult, place: str) -> str:
     where = f"{place}/{result.name}".rstrip("/")
     done = f"{where}: whole, {readable_bytes(result.size)}, of which {readable_bytes(result.sent)} sent now"
     gone = f"; removed {len(result.removed)} older" if result.removed else ""
-    flag = "--resume-from" if result.kind == "checkpoint" else "--model-from"
-    return f"{done}{gone}\nbegin from it with: {shared.as_called('python -m decentral.peer')} {flag} {where}"
+    command = shared.as_called("python -m decentral.peer")
+    return f"{done}{gone}\nbegin from it with: {command} {FLAG_OF[result.kind]} {where}"
 
 
 def _teller(done: str, size: int | None, as_json: bool, clock: Callable[[], Seconds]) -> Callable[[int], None]:

@@ -17,6 +17,11 @@ def machine_name() -> str:
     return plain_text(platform.node().partition(".")[0].strip(), PEER_NAME_CHARS)
 
 
+def departed(reason: str) -> str:
+    """Return what people read about a peer that is no longer there: `left`, or `is lost (REASON)`."""
+    return "left" if reason == "left" else f"is lost ({reason})"
+
+
 def titled(peer: PeerId, name: str) -> str:
     """Return the end of a peer's id and, if the peer has a name, the name: `x3kPq2 (ann-laptop)`.
 

@@ -28,9 +28,10 @@ from decentral.store.manifest import (
     parsed,
     step_of,
 )
-from decentral.store.places import UploadStore, asking, checked_place, store_of
+from decentral.store.places import UploadStore, asking, checked_place, is_address, store_of
 
 MOST_LOOKED_AT = 1000  # the manifests of at most this many folders of a place are read, highest steps first
+FLAG_OF: dict[UploadKind, str] = {"checkpoint": "--resume-from", "model": "--model-from"}
 SPARE_SHARE = 0.1  # a download is refused if it would not leave this share of the free disk space free
 CHECKPOINT_KEPT_S = 86400.0  # a download removes the cache's checkpoints that no process has fetched for this long
 
@@ -63,7 +64,7 @@ def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) 
     with asking(f"{flag} {place}"):
         found = newest(store, kind)
         if found is None:
-            raise UserError(f"{flag} {place} has no whole upload of a {kind}; decentral push DIR {place} makes one")
+            raise UserError(f"{flag} {place} has no whole upload of a {kind}; {_remedy(store, kind, place)}")
         name, size = found.folder or place.rpartition("/")[2], readable_bytes(found.manifest.size)
         target = cache_folder() / found.manifest.digest
         if not target.exists():
@@ -71,6 +72,25 @@ def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) 
             _download(store, found, target)
     os.utime(target)
     return target
+
+
+def holds_uploads(text: str) -> bool:
+    """Return whether a text is an address, or the path of a folder with uploads that is not itself a model's folder."""
+    folder = Path(text)
+    is_model = (folder / "config.json").exists()
+    return is_address(text) or (not is_model and any((*folder.glob(MANIFEST), *folder.glob(f"*/{MANIFEST}"))))
+
+
+def _remedy(store: UploadStore, kind: UploadKind, place: str) -> str:
+    """Return what to do at a place without an upload of this kind: another flag, if it has the other kind."""
+    other: UploadKind = "model" if kind == "checkpoint" else "checkpoint"
+    try:
+        has_other = newest(store, other) is not None
+    except UserError:  # several models, or uploads that cannot be read
+        has_other = True
+    if not has_other:
+        return f"decentral push DIR {place} makes one"
+    return f"it has a {other}: decentral peer {FLAG_OF[other]} {place} begins from it"
 
 
 def newest(store: UploadStore, kind: UploadKind) -> FoundUpload | None:

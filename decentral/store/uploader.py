@@ -64,7 +64,8 @@ async def uploads_running(
         folder: The peer's state folder.
         settings: Where and how to upload.
         journal: Gets an `upload` line for each upload.
-        say: Prints a line for the user: the first failure, and an upload after failures.
+        say: Prints a line for the user: each upload, the first failure, and at the end whether the last checkpoint is
+            uploaded.
     """
     uploads = CheckpointUploads(folder, settings, journal, say)
     running = asyncio.create_task(uploads.run())
@@ -97,21 +98,25 @@ class CheckpointUploads:
             await asyncio.sleep(CHECKPOINT_LOOK_S)
 
     async def last(self) -> None:
-        """Upload the last checkpoint, unless the last upload failed; give up after LAST_UPLOAD_S."""
-        if self._failed or not self._is_new():
-            return
-        self._say(f"uploading the last checkpoint, for {LAST_UPLOAD_S:g} s at most")
-        try:
-            async with asyncio.timeout(LAST_UPLOAD_S):
-                await self.upload()
-        except TimeoutError:
+        """Upload the last checkpoint, unless the last upload failed; give up after LAST_UPLOAD_S.
+
+        Tell the user whether the last checkpoint is whole at the destination.
+        """
+        if not self._failed and self._is_new():
+            self._say(f"uploading the last checkpoint, for {LAST_UPLOAD_S:g} s at most")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_UPLOAD_S):
+                    await self.upload()
+        if self._is_new():
             again = f"decentral push {self._folder} {self._settings.place}"
             self._say(f"warning: the last checkpoint is not uploaded yet; go on with: {again}")
+        elif self._uploaded_at:
+            self._say(f"the last checkpoint is whole in {self._settings.place}")
 
     async def upload(self) -> None:
         """Upload the newest checkpoint in a child process, and write an `upload` line to the journal.
 
-        Tell the user about the first failure, and about the first success after a failure.
+        Tell the user about each success, and about the first failure after a success.
         """
         loop = asyncio.get_running_loop()
         at, began = changed_at(self._folder / CHECKPOINT), loop.time()
@@ -128,8 +133,7 @@ class CheckpointUploads:
             line = UploadLine(outcome="done", name=name, step=step, bytes=size, sent_bytes=sent, seconds=seconds)
             self._journal.write(line)
             self._uploaded_at = at
-            if self._failed:
-                self._say(f"uploads work again: {name}")
+            self._say(f"uploaded step {step:,} to {self._settings.place}")
         self._failed = bool(reason)
 
     def _is_new(self) -> bool:

@@ -36,7 +36,7 @@ from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.journal.peer_totals import NO_FACTS
 from decentral.core.latest import keep_latest
 from decentral.core.near_names import did_you_mean
-from decentral.core.peer_names import titled
+from decentral.core.peer_names import departed, titled
 from decentral.core.plain_text import printable
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import KiB, Seconds, plural, readable_bytes
@@ -152,10 +152,10 @@ class Messages:
                 return PLAIN, f"checkpoint of step {event.step:,} written ({readable_bytes(event.bytes)})"
             case events.PeerJoinedLine():
                 return GOOD, f"peer {titled(event.peer, event.name)} joined"
-            case events.PeerLeftLine(reason="left") | events.GoodbyeLine():
+            case events.GoodbyeLine():
                 return PLAIN, f"peer {self._titled(event.peer)} left"
-            case events.PeerLeftLine():
-                return BAD, f"peer {self._titled(event.peer)} is lost ({event.reason})"
+            case events.PeerLeftLine(reason=reason):
+                return PLAIN if reason == "left" else BAD, f"peer {self._titled(event.peer)} {departed(reason)}"
         return events.told(event) or (WARNING, JOURNAL_LINES.name(event))
 
     def _titled(self, peer: PeerId) -> str:

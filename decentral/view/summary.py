@@ -1,13 +1,22 @@
-"""Summarise a local swarm from its peers' journals and checkpoints; docs/PROTOCOL.md defines the fields."""
+"""Summarise a local swarm from its peers' journals and checkpoints, and print the summary.
 
+docs/PROTOCOL.md defines the fields.
+"""
+
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.journal.file import read
 from decentral.core.journal.peer_totals import PeerTotals
+from decentral.core.peer_names import titled
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import TimeSpent
+from decentral.core.units import plural, readable_bytes
 from decentral.peers.startup.state import StateFolder
 
 NO_DEATHS: Mapping[int, str] = {}
@@ -87,3 +96,39 @@ def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
         return None, None
     loss = replicas.held_out_loss(run[1], replicas.average(weights))
     return round(loss, 4), round(replicas.spread(weights), 5)
+
+
+def report(console: Console, result: Summary, names: Sequence[str]) -> None:
+    """Print a summary for the user: a line for each peer, then a line for the swarm. `names` are the peers' names."""
+    for peer, name in zip(result["peers"], names, strict=True):
+        who = titled(PeerId(peer["peer"]), name)
+        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
+        console.print(
+            f"peer {who}  throttle {peer['throttle']:g}  {plural(peer['micro_batches'], 'micro-batch')}  "
+            f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "
+            f"sent {readable_bytes(peer['sent_bytes'])}  received {readable_bytes(peer['received_bytes'])}  "
+            f"loss {readable(peer['loss_last'])}" + (f"  DEAD: {peer['death']}" if peer["death"] else ""),
+            soft_wrap=True,
+        )
+    swarm = result["swarm"]
+    console.print(
+        f"swarm: {swarm['tokens']:,} tokens in {swarm['seconds']:.0f} s ({swarm['tokens_per_s']:,.0f}/s), "
+        f"loss {readable(swarm['loss_first'])} -> {readable(swarm['loss_last'])}, "
+        f"held-out loss of the average {readable(swarm['heldout_loss'])}, "
+        f"replica spread {readable(swarm['replica_spread'], 4)}",
+        soft_wrap=True,
+    )
+
+
+def next_step(state_dir: str | None) -> str:
+    """Return text for the user: the commands that use the peers' folders, or that the folders are removed."""
+    if state_dir is None:
+        return "nothing was kept; --state-dir DIR keeps the model"
+    folder = shlex.quote(state_dir)
+    commands = (f"generate --state-dir {folder} 'Once upon a time'", f"export --state-dir {folder} --out my-model")
+    return "\n    ".join(("use the model with:", *(f"python -m decentral.{one}" for one in commands)))
+
+
+def readable(value: float | None, digits: int = 3) -> str:
+    """Return a number with this many decimals, as text; "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -14,7 +14,7 @@ from rich.text import Text
 from decentral.commands.shared import stage
 from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import OUTCOMES
-from decentral.core.peer_names import titled
+from decentral.core.peer_names import departed, titled
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.times import ago, clock_time, duration
 from decentral.core.units import Seconds, plural, readable_bytes
@@ -62,7 +62,8 @@ class Company:
         before, self._shown = here if self._shown is None else self._shown, here
         counts = f"peers {len(before)} -> {len(here)}"
         came = [f"peer {here[peer]} joined ({counts})" for peer in sorted(here.keys() - before.keys())]
-        left = [f"peer {before[peer]} left ({counts})" for peer in sorted(before.keys() - here.keys())]
+        gone = {peer: departed(node.roster.gone.get(peer, "left")) for peer in sorted(before.keys() - here.keys())}
+        left = [f"peer {before[peer]} {how} ({counts})" for peer, how in gone.items()]
         changes = left + came
         more = len(changes) - MOST_CHANGES
         return [*changes[:MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])]

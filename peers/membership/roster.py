@@ -231,6 +231,7 @@ class Roster:
     refused: Counter[str] = field(default_factory=Counter)
     changes: int = 0
     revocations: RevocationWatch | None = None
+    gone: dict[PeerId, str] = field(default_factory=dict)  # peer that is no longer live -> why it was dropped
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # peer -> date of its last record
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # peer -> its last signed record, to skip equal ones
     _valid: dict[PeerId, float] = field(default_factory=dict)  # peer that was dropped as silent -> its record's expiry
@@ -244,8 +245,7 @@ class Roster:
     @property
     def wake_at(self) -> Seconds | None:
         """Return when to renew our record, look up other records, drop expired peers, or wake the revocation watch."""
-        first = min(self._renew_at, self._refresh_at)
-        first = first if self._expiry_at is None else min(first, self._expiry_at)
+        first = min(self._renew_at, self._refresh_at, math.inf if self._expiry_at is None else self._expiry_at)
         revocations_at = self.revocations.wake_at if self.revocations else None
         return first if revocations_at is None else min(first, revocations_at)
 
@@ -445,6 +445,7 @@ class Roster:
 
     def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Log]:
         del self.live[peer]
+        keep_latest(self.gone, peer, reason, MOST_DROPPED)
         self.changes += 1
         self.holders.drop(peer)
         return [Log(PeerLeftLine(peer=peer, reason=reason))]

@@ -7,6 +7,7 @@ fails before the peer trains, the files that this start made are removed, and th
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,8 +24,10 @@ from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_folders import CHECKPOINT
+from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
 from decentral.core.units import KiB, Measured
+from decentral.peers.startup.running_peers import running_peers
 from decentral.store.places import is_address
 
 MADE_BY_A_START = (  # name patterns of the files that a start makes before the peer trains
@@ -86,7 +89,10 @@ class StateFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UserError(f"--state-dir {path} is in use by another peer; choose another folder") from None
+                stop = f"end it with: decentral stop {shlex.quote(str(path))}"
+                raise UserError(
+                    f"--state-dir {path} is in use by {cls(path)._user()}; choose another folder, or {stop}"
+                ) from None
             claimed = cls(path.absolute())
             try:
                 yield claimed
@@ -94,6 +100,14 @@ class StateFolder:
                 if not (claimed.path / "run.json").exists():
                     left = _made_by_a_start(claimed.path) - before
                     _remove(claimed.path, left, [one.absolute() for one in made])
+
+    def _user(self) -> str:
+        """Return the name and the process id of the peer that uses the folder, as far as they are known."""
+        name: str | None = None
+        with suppress(UserError):
+            name = self.read_flags().name
+        pid = next((peer.pid for peer in running_peers() if peer.folder == self.path.resolve()), None)
+        return (f"peer {plain_text(name)}" if name else "another peer") + (f" (pid {pid})" if pid else "")
 
     def read_run(self, own: OwnInputs = NOTHING_NAMED) -> tuple[RunId, config.Config] | None:
         """Return the run that this folder belongs to, with its config; None if the folder has no run.

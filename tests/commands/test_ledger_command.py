@@ -24,11 +24,13 @@ def test_contributions_of_all_journals_are_listed(tmp_path: Path, capsys: pytest
     write(tmp_path / "ann", line("ann"))
     write(tmp_path / "bob", line("bob"))
     assert ledger.main([str(tmp_path)]) == 0
-    heading, columns, first, *rest = capsys.readouterr().out.splitlines()
+    heading, columns, first, second, third, *legend = capsys.readouterr().out.splitlines()
     assert heading == f"run {RUN}: 2 peers with a signed record"
     assert columns.split() == list(ledger.LEDGER_COLUMNS)
-    assert first.split()[:5] == ["cdefgh", "1,000", "100.0%", "0.02", "0.0"]
-    assert len(rest) == 2
+    assert first.split()[:7] == ["cdefgh", "1,000", "100.0%", "1.0", "min", "0.0", "MB"]
+    for line_of_one in (second, third):  # nobody has measured these two
+        assert line_of_one.split()[-7:] == ["-", "-", "-", "-", "-", "0", line_of_one.split()[-1]]
+    assert "\n".join(legend) == ledger.LEGEND
 
 
 def test_as_json_there_are_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

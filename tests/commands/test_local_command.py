@@ -226,6 +226,20 @@ def test_a_dead_peers_loss_and_replica_do_not_count(mortal: local.LocalSwarm, mo
     assert asked == mortal.folders()[:1]
 
 
+def test_a_summary_names_the_peers_and_the_next_step(
+    mortal: local.LocalSwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = summary.summarise(mortal.folders(), mortal.throttles, 1.0, {})
+    summary.report(Console(highlight=False), result, [folder.name for folder in mortal.folders()])
+    shown = [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown[:3] == ["peer P0 (peer-0)", "peer P1 (peer-1)", "peer P2 (peer-2)"]
+    assert summary.next_step(None) == "nothing was kept; --state-dir DIR keeps the model"
+    assert summary.next_step("my swarm").splitlines()[1:] == [
+        "    python -m decentral.generate --state-dir 'my swarm' 'Once upon a time'",
+        "    python -m decentral.export --state-dir 'my swarm' --out my-model",
+    ]
+
+
 def test_a_peer_that_came_back_has_not_died(mortal: local.LocalSwarm) -> None:
     mortal.members += [local.LocalPeer(number, mortal.folders()[number], ended("os._exit(0)")) for number in (1, 2)]
     assert mortal.deaths() == {}

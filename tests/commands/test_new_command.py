@@ -84,6 +84,12 @@ def test_on_a_terminal_it_asks_and_an_empty_answer_takes_the_default() -> None:
     assert len(asked) == 5
 
 
+@pytest.mark.parametrize("size", ["lama", "-1", "1e999", "nan"])
+def test_a_size_that_is_no_number(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    said = refusal(capsys, f"--model={size}")
+    assert said == f"error: --model {size}: expected a number of parameters, such as 125M or 1.3B\n"
+
+
 def test_without_a_terminal_the_size_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --model SIZE" in refusal(capsys)
 

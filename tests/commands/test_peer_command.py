@@ -90,7 +90,10 @@ def test_a_state_folder_that_another_process_uses(folder: Path) -> None:
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is in use by another peer; choose another folder" in refusal(folder, "default")
+        remedy = f"choose another folder, or end it with: decentral stop {folder}"
+        assert refusal(folder, "default") == f"--state-dir {folder} is in use by another peer; {remedy}"
+        StateFolder(folder).write_flags(PeerFlags(name="ann"))
+        assert refusal(folder, "default") == f"--state-dir {folder} is in use by peer ann; {remedy}"
 
 
 def test_a_state_folder_that_is_a_file(folder: Path) -> None:

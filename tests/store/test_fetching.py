@@ -70,9 +70,22 @@ def test_an_upload_without_its_manifest_does_not_exist(place: Path) -> None:
 
 def test_a_model_is_no_checkpoint(tmp_path: Path) -> None:
     pushed(model_folder(tmp_path / "model"), tmp_path / "place")
-    assert "no whole upload of a checkpoint" in refusal(tmp_path / "place")
+    remedy = f"it has a model: decentral peer --model-from {tmp_path}/place begins from it"
+    assert refusal(tmp_path / "place").endswith(remedy)
     folder = get(tmp_path / "place", "model")
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_a_checkpoint_is_no_model(place: Path) -> None:
+    assert refusal(place, "model").endswith(f"it has a checkpoint: decentral peer --resume-from {place} begins from it")
+
+
+def test_a_folder_with_uploads_is_told_from_a_model(place: Path, tmp_path: Path) -> None:
+    pushed(model_folder(tmp_path / "model"), tmp_path / "models")
+    (upload,) = (tmp_path / "models").iterdir()
+    holds = [fetching.holds_uploads(str(one)) for one in (place, newest_of(place), upload.parent, "hf://me/it")]
+    assert all(holds)
+    assert not any(fetching.holds_uploads(str(one)) for one in (upload, tmp_path / "model", tmp_path / "gone"))
 
 
 def test_of_several_models_one_must_be_named(tmp_path: Path) -> None:

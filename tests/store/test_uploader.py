@@ -57,21 +57,22 @@ def upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upload]:
     made.journal.close()
 
 
-def test_an_upload_is_told_to_the_journal_and_not_to_the_user(upload: Upload) -> None:
+def test_an_upload_is_told_to_the_journal_and_to_the_user(upload: Upload) -> None:
     upload.runs(DONE)
     asyncio.run(upload.uploads.upload())
     (line,) = upload.lines()
     assert (line.outcome, line.name, line.step, line.bytes, line.sent_bytes) == ("done", "a-step-1", 1, 9, 5)
-    assert upload.said == []
+    assert upload.said == ["uploaded step 1 to s3://bucket/runs"]
 
 
-def test_a_failure_is_told_once_and_so_is_the_first_upload_after_it(upload: Upload) -> None:
+def test_a_failure_is_told_once_and_each_upload_after_it(upload: Upload) -> None:
     for code in (FAILS, FAILS, DONE, DONE):
         upload.runs(code)
         asyncio.run(upload.uploads.upload())
     assert upload.said == [
         "warning: the checkpoint is not uploaded: no such bucket; training goes on",
-        "uploads work again: a-step-1",
+        "uploaded step 1 to s3://bucket/runs",
+        "uploaded step 1 to s3://bucket/runs",
     ]
     assert [line.outcome for line in upload.lines()] == ["failed", "failed", "done", "done"]
     assert upload.lines()[0].reason == "no such bucket"
@@ -142,6 +143,25 @@ def test_a_peer_that_ends_does_not_try_a_store_that_has_failed(upload: Upload) -
 
     asyncio.run(story())
     assert len(upload.lines()) == 1
+    assert upload.said[-1].startswith("warning: the last checkpoint is not uploaded yet; go on with: decentral push")
+
+
+def test_a_peer_that_ends_says_that_its_last_checkpoint_is_whole(upload: Upload) -> None:
+    upload.runs(DONE)
+
+    async def story() -> None:
+        await upload.uploads.last()
+        await upload.uploads.last()
+
+    asyncio.run(story())
+    whole = "the last checkpoint is whole in s3://bucket/runs"
+    assert upload.said[1:] == ["uploaded step 1 to s3://bucket/runs", whole, whole]
+
+
+def test_a_peer_without_a_checkpoint_says_nothing_of_uploads(upload: Upload) -> None:
+    (upload.folder / "checkpoint.safetensors").unlink()
+    asyncio.run(upload.uploads.last())
+    assert upload.said == []
 
 
 def test_only_a_new_checkpoint_is_uploaded_and_not_more_often_than_said(upload: Upload) -> None:

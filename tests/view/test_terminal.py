@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from decentral.comm.gossip.tags import PullTag
 from decentral.comm.wire.identity import Identity
-from decentral.comm.wire.transport import Found
+from decentral.comm.wire.transport import AskFailed, Found
 from decentral.core import jobs
 from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
 from decentral.core.fragments import Fragment, Section
@@ -16,12 +17,13 @@ from decentral.core.ids import PeerId, RunId, short
 from decentral.core.journal.events import PeerJoinedLine
 from decentral.core.machine import Log
 from decentral.core.peer_names import titled
+from decentral.core.reasons import Reason
 from decentral.core.times import clock_time
 from decentral.core.units import Amount
 from decentral.model.shape import LoraConfig
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import RosterEntry
+from decentral.peers.membership.roster import DEAD_AFTER, RosterEntry
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.view import terminal
@@ -104,6 +106,17 @@ def test_a_peer_that_leaves_or_joins_has_a_line(
     display.update(ours, NOW)
     said = f"{clock_time(NOW)}  peer {who} joined (peers {len(NAMES) - 1} -> {len(NAMES)})"
     assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_peer_that_is_lost_is_not_said_to_have_left(met: tuple[Node, list[Log]]) -> None:
+    ours, company = met[0], terminal.Company()
+    ours.phase = NodePhase.TRAINING
+    assert company.changes(ours) == []
+    gone = sorted(ours.roster.live)[0]
+    who = titled(gone, ours.roster.live[gone].record.profile.name)
+    for _ in range(DEAD_AFTER):
+        ours.roster.handle(AskFailed(PullTag(0, 1), gone, Reason.UNREACHABLE, 1.0), NOW)
+    assert company.changes(ours) == [f"peer {who} is lost (silent) (peers {len(NAMES)} -> {len(NAMES) - 1})"]
 
 
 def test_a_first_step_that_takes_long_is_said(met: tuple[Node, list[Log]]) -> None:
