@@ -26,14 +26,13 @@ from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.events import ErrorLine, JoinedLine, JournalEvent, StartedLine, StepLine, UnheldLine
-from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.journal.file import Tail, read
 from decentral.core.journal.lines import recorded
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
 from decentral.core.times import clock_time
-from decentral.core.units import Amount, Seconds, plural, readable_bytes
+from decentral.core.units import Amount, Seconds, plural
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.startup.state import StateFolder
@@ -109,7 +108,8 @@ def _main(flags: LocalFlags) -> None:
                 console.print(warning, soft_wrap=True, markup=False)
         deaths = swarm.deaths()
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
-    _report(console, result)
+    for line in summary.lines(result):
+        console.print(line, soft_wrap=True)
     if flags.summary:
         with writing("--summary", flags.summary):
             Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
@@ -182,7 +182,7 @@ class LocalPeer:
         """Return loss and number of the latest step after `since` (Unix time), or "-"; a dead peer has loss "dead"."""
         self.follow()
         last = self.steps[-1][1] if self.steps and self.steps[-1][0] >= since else None
-        loss = "dead" if self.death() else _number(last.loss) if last else "-"
+        loss = "dead" if self.death() else summary.number(last.loss) if last else "-"
         return f"{loss} at step {last.step}" if last else loss
 
 
@@ -271,12 +271,8 @@ class LocalSwarm:
 
     def tell_hooks(self) -> None:
         """Tell the hooks, if there are any, what has happened since the last call, and the user of their failures."""
-        if self.hooks is None:
-            return
-        for peer, line in self.followed.lines():
-            self.hooks.take(peer, line, line.t >= self.began)
-        for _, warning in self.hooks.hooks.news():
-            if warning:
+        if self.hooks is not None:
+            for warning in self.hooks.follow(self.followed.lines(), self.began):
                 self.say(warning)
 
     def deaths(self) -> dict[int, str]:
@@ -382,30 +378,6 @@ def _last_output(folder: Path) -> str:
         output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
         lines = output.read().decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
-
-
-def _report(console: Console, result: summary.Summary) -> None:
-    for peer in result["peers"]:
-        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
-        console.print(
-            f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {plural(peer['micro_batches'], 'micro-batch')}  "
-            f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "
-            f"sent {readable_bytes(peer['sent_bytes'])}  received {readable_bytes(peer['received_bytes'])}  "
-            f"loss {_number(peer['loss_last'])}" + (f"  DEAD: {peer['death']}" if peer["death"] else ""),
-            soft_wrap=True,
-        )
-    swarm = result["swarm"]
-    console.print(
-        f"swarm: {swarm['tokens']:,} tokens in {swarm['seconds']:.0f} s ({swarm['tokens_per_s']:,.0f}/s), "
-        f"loss {_number(swarm['loss_first'])} -> {_number(swarm['loss_last'])}, "
-        f"held-out loss of the average {_number(swarm['heldout_loss'])}, "
-        f"replica spread {_number(swarm['replica_spread'], 4)}",
-        soft_wrap=True,
-    )
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def parse(argv: Sequence[str] | None) -> LocalFlags:

@@ -8,6 +8,7 @@ from decentral.core.journal.file import read
 from decentral.core.journal.peer_totals import PeerTotals
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import TimeSpent
+from decentral.core.units import plural, readable_bytes
 from decentral.peers.startup.state import StateFolder
 
 NO_DEATHS: Mapping[int, str] = {}
@@ -87,3 +88,31 @@ def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
         return None, None
     loss = replicas.held_out_loss(run[1], replicas.average(weights))
     return round(loss, 4), round(replicas.spread(weights), 5)
+
+
+def lines(result: Summary) -> list[str]:
+    """Return a summary as lines for people: one for each peer, and one for the swarm."""
+    shown = [_line(peer) for peer in result["peers"]]
+    swarm = result["swarm"]
+    shown.append(
+        f"swarm: {swarm['tokens']:,} tokens in {swarm['seconds']:.0f} s ({swarm['tokens_per_s']:,.0f}/s), "
+        f"loss {number(swarm['loss_first'])} -> {number(swarm['loss_last'])}, "
+        f"held-out loss of the average {number(swarm['heldout_loss'])}, "
+        f"replica spread {number(swarm['replica_spread'], 4)}"
+    )
+    return shown
+
+
+def _line(peer: JsonObject) -> str:
+    exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
+    return (
+        f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {plural(peer['micro_batches'], 'micro-batch')}  "
+        f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "
+        f"sent {readable_bytes(peer['sent_bytes'])}  received {readable_bytes(peer['received_bytes'])}  "
+        f"loss {number(peer['loss_last'])}" + (f"  DEAD: {peer['death']}" if peer["death"] else "")
+    )
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a loss as text with so many decimals; "-" if it is not known."""
+    return "-" if value is None else f"{value:.{digits}f}"
