@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.commands.ps import NO_FIGURE, table
 from decentral.core import strict_json
 from decentral.core.credit import Credit, Statement, contributions, latest
 from decentral.core.errors import UserError
@@ -54,6 +53,8 @@ def _main(flags: argparse.Namespace) -> None:
 
 def _row(one: Credit) -> tuple[str, ...]:
     """Return the cells of a peer's line, in the order of LEDGER_COLUMNS."""
+    from decentral.commands.ps import NO_FIGURE
+
     who, claims = titled(PeerId(one.peer), one.name), f"{one.claimed_tokens:,}"
     if not one.witnesses:
         return (who, *[NO_FIGURE] * 5, "0", claims)

@@ -271,12 +271,8 @@ class LocalSwarm:
 
     def tell_hooks(self) -> None:
         """Tell the hooks, if there are any, what has happened since the last call, and the user of their failures."""
-        if self.hooks is None:
-            return
-        for peer, line in self.followed.lines():
-            self.hooks.take(peer, line, line.t >= self.began)
-        for _, warning in self.hooks.hooks.news():
-            if warning:
+        if self.hooks is not None:
+            for warning in self.hooks.follow(self.followed.lines(), self.began):
                 self.say(warning)
 
     def deaths(self) -> dict[int, str]:

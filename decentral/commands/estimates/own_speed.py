@@ -1,7 +1,8 @@
 """Measure how long a training step of a run takes on this machine's processor. Start at `step_s`.
 
 A whole step is timed: passes, clipping and optimizer. A large model is not built. The time of its step is extrapolated
-linearly from the times of two models with fewer blocks of the same shape.
+linearly from the times of two models with fewer blocks of the same shape or, if even these are large, follows from the
+FLOPs of a narrower model's step.
 """
 
 import os
@@ -26,6 +27,10 @@ from decentral.engine.step import train_step
 
 WHOLE_PARAMETERS = 20e6  # a model with at most this many parameters is timed itself
 FEWER_BLOCKS = (1, 3)  # for a larger model, two models with these numbers of blocks are timed
+# If the larger one of the two has more parameters without its embedding, its step would take minutes, so a model of
+# NARROW_WIDTH is timed.
+MOST_PARAMETERS = 60e6
+NARROW_WIDTH, NARROW_VOCABULARY = 256, 4096
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 50
 TIMED_S = 3.0  # more than LEAST_STEPS steps are timed until all timed steps together have taken this long
 MOST_TIMED = 16  # at most this many processes are timed at the same time
@@ -59,28 +64,31 @@ def step_s(run: Config, peers: int) -> float:
 
 def _check_memory(run: Config, at_once: int) -> None:
     """Raise UserError if `at_once` processes, each with the largest model that is timed, do not fit into the memory."""
-    found = needs(run if _is_small(run) else _with_depth(run, max(FEWER_BLOCKS)))
+    found = needs(_timed_runs(run)[-1])
     needed, has = at_once * found.span_bytes(0, len(found.fragments)), machine_bytes()
     if needed > has:
         why = f"timing this model takes {readable_bytes(needed)} of memory, and this machine has {readable_bytes(has)}"
         raise UserError(f"--peers: {why}; name a card instead of cpu, or a smaller model")
 
 
-def _is_small(run: Config) -> bool:
-    """Return whether the model itself is timed."""
-    return sum(run.model.layer_parameters) <= WHOLE_PARAMETERS or run.model.depth <= max(FEWER_BLOCKS)
+def _timed_runs(run: Config) -> list[Config]:
+    """Return the runs whose steps are timed: the run itself, two with fewer blocks, or a narrow one."""
+    if sum(run.model.layer_parameters) <= WHOLE_PARAMETERS or run.model.depth <= max(FEWER_BLOCKS):
+        return [run]
+    fewer = [_with_depth(run, depth) for depth in FEWER_BLOCKS]
+    return fewer if sum(fewer[-1].model.layer_parameters[1:]) <= MOST_PARAMETERS else [narrowed(run)]
 
 
 def _alone(run: Config, threads: int) -> float:
     """Return the seconds of a step in this process, with `threads` threads."""
     torch.set_num_threads(threads)
     keep_what_is_freed()
-    depth = run.model.depth
-    if _is_small(run):
-        return _timed(run)
+    runs = _timed_runs(run)
+    took_s = [_timed(one) for one in runs]
+    if len(runs) == 1:
+        return took_s[0] * _step_flops(run) / _step_flops(runs[0])
     few, more = FEWER_BLOCKS
-    few_s, more_s = _timed(_with_depth(run, few)), _timed(_with_depth(run, more))
-    return few_s + max(0.0, more_s - few_s) * (depth - few) / (more - few)
+    return took_s[0] + max(0.0, took_s[1] - took_s[0]) * (run.model.depth - few) / (more - few)
 
 
 def _with_depth(run: Config, depth: int) -> Config:
@@ -88,6 +96,28 @@ def _with_depth(run: Config, depth: int) -> Config:
     shape = {"width": model.d_model, "heads": model.n_heads, "kv_heads": model.n_kv_heads, "hidden": model.d_hidden}
     changed = model.model_copy(update={**shape, "depth": depth, "start_from": None, "weights": None})
     return run.model_copy(update={"model": changed})
+
+
+def narrowed(run: Config) -> Config:
+    """Return the run with a model of NARROW_WIDTH and few blocks, and with a micro-batch that is smaller alike.
+
+    The FLOPs of Muon's step grow with parameters times width, those of the passes with parameters times tokens. As the
+    tokens shrink like the width, both parts have the same share in a step of either model.
+    """
+    model = run.model
+    free = dict.fromkeys(("heads", "kv_heads", "hidden", "head_channels", "start_from", "weights"))
+    size = {"depth": max(FEWER_BLOCKS), "width": NARROW_WIDTH, "vocabulary": min(model.vocabulary, NARROW_VOCABULARY)}
+    sequences = max(1, round(int(run.train.micro_batch) * NARROW_WIDTH / model.d_model))
+    changed = {
+        "model": model.model_copy(update={**free, **size}),
+        "train": run.train.model_copy(update={"micro_batch": sequences}),
+    }
+    return run.model_copy(update=changed)
+
+
+def _step_flops(run: Config) -> float:
+    """Return the FLOPs of a step over the run's context and `train.accumulate`, which a narrowed run shares."""
+    return sum(run.model.layer_flops) * int(run.train.micro_batch)
 
 
 def _timed(run: Config) -> float:

@@ -4,6 +4,7 @@
 (view/event_hooks.py). Start reading at `SwarmHooks`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decentral.core.journal import events
@@ -11,7 +12,7 @@ from decentral.core.journal.events import JournalEvent
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 from decentral.view.event_hooks import NAMES_KEPT, Hooks
-from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine
+from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine, Told
 
 HERE, GONE = "here", "gone"
 FOUND_S = 30.0  # a record that a watch finds in its first seconds is of a peer that was there before
@@ -47,6 +48,12 @@ class SwarmHooks:
             self.hooks.tell(line.t, found, peer)
         else:
             self.hooks.learn(found, peer)
+
+    def follow(self, lines: Iterable[Told], since: Seconds) -> list[str]:
+        """Read lines, of which those since Unix time `since` are new; return warnings about hooks that now fail."""
+        for peer, line in lines:
+            self.take(peer, line, line.t >= since)
+        return [warning for _, warning in self.hooks.news() if warning]
 
     def _event(self, line: PageLine) -> JournalEvent | None:
         """Return the event of a journal's line; or what a line of the source itself says, as such an event."""

@@ -1,0 +1,51 @@
+"""How long a step takes on this machine, for models that are too large to be timed."""
+
+import pytest
+
+from decentral.commands.estimates import own_speed, sizes
+from decentral.core import config
+from decentral.core.config import Config
+
+FLOPS_PER_S = 1e9
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The runs that were timed, on a machine that computes FLOPS_PER_S."""
+    runs: list[Config] = []
+
+    def step(run: Config) -> float:
+        runs.append(run)
+        tokens = int(run.train.micro_batch) * run.train.accumulate * run.model.context
+        return sum(run.model.layer_flops) * tokens / FLOPS_PER_S
+
+    monkeypatch.setattr(own_speed, "_timed", step)
+    monkeypatch.setattr(own_speed.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(own_speed, "keep_what_is_freed", lambda: None)
+    return runs
+
+
+def run_of(size: str, *overrides: str) -> Config:
+    return sizes.with_shape(config.load(None, ["train.micro_batch=8", *overrides]), size, frozenset())
+
+
+@pytest.mark.parametrize("size", ["1M", "85M", "350M", "1B", "70B"])
+def test_a_step_takes_the_time_of_its_flops_whatever_is_timed(size: str, timed: list[Config]) -> None:
+    run = run_of(size)
+    tokens = 8 * run.train.accumulate * run.model.context
+    assert own_speed._alone(run, 1) == pytest.approx(sum(run.model.layer_flops) * tokens / FLOPS_PER_S)
+
+
+@pytest.mark.parametrize("size", ["85M", "350M", "1B", "70B"])
+def test_no_model_is_timed_whose_step_takes_minutes(size: str, timed: list[Config]) -> None:
+    run = run_of(size)
+    many_tokens = run.model_copy(update={"model": run.model.model_copy(update={"vocabulary": 128_000})})
+    own_speed._alone(many_tokens, 1)
+    assert max(sum(one.model.layer_parameters[1:]) for one in timed) <= own_speed.MOST_PARAMETERS
+
+
+def test_a_narrow_model_s_tokens_shrink_like_its_width() -> None:
+    run = run_of("1B")
+    narrow = own_speed.narrowed(run)
+    assert narrow.train.micro_batch == max(1, round(8 * narrow.model.d_model / run.model.d_model))
+    assert narrow.model.n_heads * narrow.model.d_head == narrow.model.d_model
