@@ -23,8 +23,10 @@ FEWER_CORES = 0.1  # weight of a measurement that shows fewer training cores tha
 NEWEST_IDLE = 0.3  # weight of the newest value in the running average of idle cores
 
 # The window length doubles if the needed length exceeds LONGER times the present length. It halves if the needed length
-# is below SHORTER times half the present length. The gap between these limits prevents flapping.
-LONGER, SHORTER = 1.1, 0.8
+# is below SHORTER times half the present length. The gap between these limits prevents flapping. For processor time it
+# is narrower (SHORTER_BY_CORES): that is an average over many windows. The first windows cost the most, and the
+# length that follows from them must not stay.
+LONGER, SHORTER, SHORTER_BY_CORES = 1.1, 0.8, 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,13 @@ class Stretch:
     """
 
     times: int = 1
+    shorter: float = SHORTER
 
     def fit(self, needed: float) -> int:
-        """Double or halve `self.times` until `needed` is within the limits LONGER and SHORTER; return `self.times`."""
+        """Double or halve `self.times` until `needed` is within LONGER and `self.shorter`; return `self.times`."""
         while needed > LONGER * self.times:
             self.times *= 2
-        while self.times > 1 and needed < SHORTER * self.times / 2:
+        while self.times > 1 and needed < self.shorter * self.times / 2:
             self.times //= 2
         return self.times
 
@@ -88,7 +91,7 @@ class GossipCost:
     network_s: Seconds = 0.0  # average core-seconds of the transfers for one window of one fragment
     cores: float = 0.0  # estimated number of cores that training keeps busy
     idle: float = 0.0  # running average of the number of idle cores
-    stretch: Stretch = field(default_factory=Stretch)
+    stretch: Stretch = field(default_factory=lambda: Stretch(shorter=SHORTER_BY_CORES))
     _share: float = 0.0  # share of the training cores that gossip may use: the argument of the last call of `windows`
     # Sums since the averages were last updated: core-seconds of jobs and of transfers, closed windows, measured seconds
     _jobs_s: Seconds = 0.0
@@ -150,9 +153,8 @@ class GossipCost:
             A power of two.
         """
         if share != self._share:
-            self._share, self.stretch = share, Stretch()
+            self._share, self.stretch = share, Stretch(shorter=SHORTER_BY_CORES)
         if not self.window_cost_s or not self.cores:
             return self.stretch.times
-        left = max(share / 2, share - FIXED_CORES)  # share of the training cores that is left for windows
-        needed = self.window_cost_s * fragments / ((left * self.cores + IDLE_SHARE * self.idle) * window_s)
+        needed = self.window_cost_s * fragments / ((share * self.cores + IDLE_SHARE * self.idle) * window_s)
         return self.stretch.fit(needed)

@@ -12,7 +12,7 @@ import numpy as np
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import MOST_READ, RARER, WHOLE_EVERY
-from decentral.comm.gossip.gossip_cost import FIXED_CORES, IDLE_SHARE, Stretch
+from decentral.comm.gossip.gossip_cost import IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
@@ -152,8 +152,8 @@ def _cores_times(
     if peer.cores is None:
         return 1
     cost_s = sum(_window_cost_s(cut.parameters, code, partners, holders) for cut in held)
-    left = max(gossip.core_share / 2, gossip.core_share - FIXED_CORES)
-    return Stretch().fit(cost_s / (ease * (left * peer.cores + IDLE_SHARE * peer.idle_cores) * gossip.window_s))
+    cores = gossip.core_share * peer.cores + IDLE_SHARE * peer.idle_cores
+    return Stretch().fit(cost_s / (ease * cores * gossip.window_s))
 
 
 def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> float:

@@ -5,8 +5,7 @@ import pytest
 from decentral.comm.gossip.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost, GossipTraffic
 from decentral.peers.runtime.traffic import QUESTION_BYTES
 
-LEFT = 0.02  # for windows
-SHARE = LEFT + FIXED_CORES
+SHARE = 0.02
 WINDOW_S = 0.5
 
 
@@ -64,17 +63,26 @@ def test_cores_that_nobody_uses_may_be_used_more_freely() -> None:
     assert cost.windows(WINDOW_S, 1, SHARE) == 16  # 10 are needed, of 2% of a core
     for _ in range(20):
         cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=5.0), gossip_alone=True)
-    assert cost.windows(WINDOW_S, 1, SHARE) == 4  # 12% of a core are there, and 4 are not yet too many
+    assert cost.windows(WINDOW_S, 1, SHARE) == 2  # 12% of a core are there, of which windows of 1.67 would cost all
     for _ in range(20):
         cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=0.0), gossip_alone=True)
     assert cost.windows(WINDOW_S, 1, SHARE) == 16
 
 
+def test_windows_that_the_first_ones_made_long_become_short_as_soon_as_the_shorter_ones_fit() -> None:
+    cost = cost_of(4.3 * SHARE * WINDOW_S)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 4
+    cost.compute_s, cost.network_s = 4.5 * SHARE * WINDOW_S, 0.0  # the first windows touch new pages of memory
+    assert cost.windows(WINDOW_S, 1, SHARE) == 8
+    cost.compute_s = 3.7 * SHARE * WINDOW_S
+    assert cost.windows(WINDOW_S, 1, SHARE) == 4
+
+
 def test_what_is_just_above_a_bound_changes_nothing_either_way() -> None:
     cost = cost_of(0.0001)
     seen = set()
-    for factor in (1.0, 1.05, 0.95, LONGER, 0.9):
-        cost.compute_s, cost.network_s = factor * 4 * LEFT * WINDOW_S, 0.0
+    for factor in (1.0, 1.05, 0.95, LONGER, 0.97):
+        cost.compute_s, cost.network_s = factor * 4 * SHARE * WINDOW_S, 0.0
         seen.add(cost.windows(WINDOW_S, 1, SHARE))
     assert seen == {4}
 
@@ -110,10 +118,10 @@ def test_what_long_windows_cost_is_believed_within_seconds_and_not_windows() -> 
 def test_another_share_of_the_cores_starts_from_the_shortest_windows() -> None:
     """Between 8 windows, which are enough, and 16, which are not yet too many, the past decides: but not that of the
     swarm's first steps, with another share."""
-    cost = cost_of(7.5 * LEFT * WINDOW_S)
-    cost.stretch.times, cost.compute_s = 1, 16 * LEFT * WINDOW_S
+    cost = cost_of(7.7 * SHARE * WINDOW_S)
+    cost.stretch.times, cost.compute_s = 1, 16 * SHARE * WINDOW_S
     assert cost.windows(WINDOW_S, 1, SHARE) == 32
-    cost.compute_s = 3.75 * LEFT * WINDOW_S
+    cost.compute_s = 3.85 * SHARE * WINDOW_S
     cost.stretch.times = 16
     assert cost.windows(WINDOW_S, 1, SHARE) == 16
     assert cost.windows(WINDOW_S, 1, 1.01 * SHARE) == 8

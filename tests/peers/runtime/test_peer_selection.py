@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from decentral.comm.gossip.gossip_cost import FIXED_CORES
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.meter import Meter
 from decentral.core.config import Config, GossipConfig
@@ -39,9 +38,7 @@ class Swarm:
     """A peer selection and its roster; `meet` adds a peer that holds layers [first, last)."""
 
     def __init__(self, own: Identity, algorithm: Literal["pull", "allreduce"] = "pull", partners: int = 2) -> None:
-        config = Config(
-            gossip=GossipConfig(algorithm=algorithm, partners=partners, link_share=0.8, core_share=0.02 + FIXED_CORES)
-        )
+        config = Config(gossip=GossipConfig(algorithm=algorithm, partners=partners, link_share=0.8, core_share=0.02))
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         size = SwarmSize(RUN, own.peer, Random(0))
