@@ -1,6 +1,7 @@
 """How long a step takes on this machine, for models that are too large to be timed."""
 
 import pytest
+import torch
 
 from decentral.commands.estimates import own_speed, sizes
 from decentral.core import config
@@ -20,7 +21,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return sum(run.model.layer_flops) * tokens / FLOPS_PER_S
 
     monkeypatch.setattr(own_speed, "_timed", step)
-    monkeypatch.setattr(own_speed.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(own_speed, "keep_what_is_freed", lambda: None)
     return runs
 
