@@ -26,7 +26,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import REPEAT_S, ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.latest import keep_latest
 from decentral.core.layer_work import KindCosts, Shape, shape_of
-from decentral.core.machine import Log, Woke
+from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
@@ -245,9 +245,8 @@ class Roster:
     @property
     def wake_at(self) -> Seconds | None:
         """Return when to renew our record, look up other records, drop expired peers, or wake the revocation watch."""
-        first = min(self._renew_at, self._refresh_at, math.inf if self._expiry_at is None else self._expiry_at)
         revocations_at = self.revocations.wake_at if self.revocations else None
-        return first if revocations_at is None else min(first, revocations_at)
+        return earliest((self._renew_at, self._refresh_at, self._expiry_at, revocations_at))
 
     def handle(self, event: Event, now: Seconds) -> list[RosterEffect]:
         """Handle a wake-up, records from the DHT, or a peer's answer or failure to answer, and return the effects."""

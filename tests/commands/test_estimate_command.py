@@ -99,5 +99,5 @@ def test_what_is_wrong_is_one_clear_line(capsys: pytest.CaptureFixture[str], fla
 def test_a_model_that_is_too_large_to_be_timed_here_is_refused_before_it_is_built(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_speed, "machine_bytes", lambda: 1 << 30)
-    assert "timing this model takes" in refusal(capsys, *QUICK, "--model", "1T", "--peers", "cpu")
+    monkeypatch.setattr(own_speed, "machine_bytes", lambda: 1 << 28)
+    assert "timing this model takes" in refusal(capsys, *QUICK, "--model", "85M", "--peers", "cpu")
