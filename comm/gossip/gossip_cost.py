@@ -83,6 +83,10 @@ class Stretch:
 ALL_GOSSIP = GossipTraffic()
 
 
+def _by_cores() -> Stretch:
+    return Stretch(shorter=SHORTER_BY_CORES)
+
+
 @dataclass(slots=True)
 class GossipCost:
     """The average processor time that a window costs, and the window length that follows from this cost."""
@@ -91,7 +95,7 @@ class GossipCost:
     network_s: Seconds = 0.0  # average core-seconds of the transfers for one window of one fragment
     cores: float = 0.0  # estimated number of cores that training keeps busy
     idle: float = 0.0  # running average of the number of idle cores
-    stretch: Stretch = field(default_factory=lambda: Stretch(shorter=SHORTER_BY_CORES))
+    stretch: Stretch = field(default_factory=_by_cores)
     _share: float = 0.0  # share of the training cores that gossip may use: the argument of the last call of `windows`
     # Sums since the averages were last updated: core-seconds of jobs and of transfers, closed windows, measured seconds
     _jobs_s: Seconds = 0.0
@@ -153,7 +157,7 @@ class GossipCost:
             A power of two.
         """
         if share != self._share:
-            self._share, self.stretch = share, Stretch(shorter=SHORTER_BY_CORES)
+            self._share, self.stretch = share, _by_cores()
         if not self.window_cost_s or not self.cores:
             return self.stretch.times
         needed = self.window_cost_s * fragments / ((share * self.cores + IDLE_SHARE * self.idle) * window_s)

@@ -23,7 +23,7 @@ from decentral.commands import table
 from decentral.commands.output import OutputGone, outputs
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean
-from decentral.core.plain_text import printable
+from decentral.core.plain_text import error_text, printable
 
 T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
@@ -134,7 +134,7 @@ def require_extra(flag: str, package: str, module: str, extra: str) -> None:
 
 def one_line(error: Exception) -> str:
     """Return an error's text as one printable line, because it may quote other peers."""
-    return printable(" ".join(str(error).split()), ERROR_CHARS)
+    return printable(error_text(error, None), ERROR_CHARS)
 
 
 def stage(text: str) -> None:

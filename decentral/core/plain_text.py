@@ -3,6 +3,11 @@
 SHOWN_CHARS = 128  # people are shown at most this many characters of a name
 
 
+def error_text(error: BaseException, most: int | None = 200) -> str:
+    """Return the first `most` characters of an error's text in one line; all characters if `most` is None."""
+    return " ".join(str(error).split())[:most]
+
+
 def printable(text: str, most: int = SHOWN_CHARS) -> str:
     """Return the first `most` characters, with `?` for each character that a terminal cannot print.
 

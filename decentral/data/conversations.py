@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.plain_text import error_text
 from decentral.core.strict_json import JsonFields
 from decentral.data import chat_rows
 from decentral.data.chat_rows import Chat, Message, PromptedText
@@ -135,7 +136,7 @@ def template(path: str) -> "PreTrainedTokenizerBase":
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises errors of any type; a panic of `tokenizers` is no Exception
-        raise UserError(f"--tokenizer {path} cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"--tokenizer {path} cannot be loaded ({error_text(error)})") from None
     if isinstance(found.chat_template, dict):
         found.chat_template = found.chat_template.get("default")
     if not isinstance(found.chat_template, str):
@@ -184,4 +185,4 @@ def _text(tokenizer: Any, chat: Chat, count: int, add_generation_prompt: bool = 
         )
         return text
     except Exception as error:
-        raise ValueError(f"the chat template refuses a chat ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"the chat template refuses a chat ({error_text(error)})") from None

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from decentral.core import foreign_file, strict_json
 from decentral.core.errors import UserError
+from decentral.core.plain_text import error_text
 from decentral.core.strict_json import JsonObject
 from decentral.data import library_trial
 from decentral.model.families import CONFIG_FILE
@@ -91,7 +92,7 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
         text = tried_text(file, (USUAL_TEXT, *(USUAL_SEPARATORS if named is None else [named])))
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:
-        raise UserError(f"--tokenizer {path} cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"--tokenizer {path} cannot be loaded ({error_text(error)})") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -115,8 +116,8 @@ def library_doing(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"the tokenizer cannot {what} ({why}); use one that has an unknown token") from None
+        remedy = "use one that has an unknown token"
+        raise UserError(f"the tokenizer cannot {what} ({error_text(error)}); {remedy}") from None
 
 
 def tried_text(file: Path, texts: Sequence[str] = (USUAL_TEXT,)) -> str:
@@ -185,7 +186,7 @@ def settings(file: Path) -> JsonObject:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{file} cannot be read ({error_text(error)})") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} must be a JSON object; it is a {type(found).__name__}")
     return found

@@ -24,6 +24,7 @@ from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import DIVERGED
+from decentral.core.plain_text import error_text
 from decentral.core.units import Seconds
 from decentral.data.source import Reading, TrainingData
 from decentral.engine import accelerator, checkpoint, measure
@@ -340,6 +341,6 @@ class Compute(JobRunner):
 
 def _said(error: Exception) -> str:
     """Return the text of a device's or machine's error in one line; if memory was short, add what the user can do."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = f"{type(error).__name__}: {error_text(error, None)}"
     short = isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
     return f"{text[:MOST_SAID]}; {MEMORY_REMEDY}" if short else text[:MOST_SAID]

@@ -23,6 +23,7 @@ from torch import Tensor
 from decentral.core import foreign_file, strict_json
 from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
+from decentral.core.plain_text import error_text
 from decentral.model import families as model_families
 
 T = TypeVar("T")
@@ -188,5 +189,5 @@ class Folder:
         try:
             return what()
         except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())
+            why = error_text(error, None)
             raise StartWeightsError(f"{self.path}: the weights cannot be read ({why}); expected {WHOLE}") from None

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decentral.core import foreign_file, strict_json
 from decentral.core.errors import UserError
+from decentral.core.plain_text import error_text
 from decentral.data import tokenizer
 from decentral.data.tokenizer import MAX_SETTINGS_BYTES, TOKENIZER_SETTINGS
 from decentral.serving.openai_requests import ApiError, ChatMessage
@@ -44,7 +45,7 @@ class ChatTemplate:
             said = {**self.special, "messages": turns, "add_generation_prompt": True, "tools": None}
             return self.template.render(said)
         except TEMPLATE_FAILURES as error:
-            text = f"the model's chat template: {' '.join(str(error).split())[:200]}"
+            text = f"the model's chat template: {error_text(error)}"
             raise ApiError(400, text, "invalid_value", "messages") from None
 
 

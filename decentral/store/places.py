@@ -16,7 +16,7 @@ from decentral.core import foreign_file
 from decentral.core.atomic_file import replacing, write_atomically
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean
-from decentral.core.plain_text import printable
+from decentral.core.plain_text import error_text, printable
 from decentral.core.units import MiB
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def checked_place(text: str, flag: str) -> str:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         extra = EXTRA_OF.get(scheme)
-        remedy = f"pip install 'decentral[{extra}]'" if extra else printable(" ".join(str(error).split()))
+        remedy = f"pip install 'decentral[{extra}]'" if extra else printable(error_text(error, None))
         raise UserError(f"{flag} {scheme}://...: its package is not installed: {remedy}") from None
     if scheme == HUB_PROTOCOL and rest.strip("/").count("/") < 1:
         raise UserError(f"{flag} expects hf://USER/NAME, a model's repository; got {text!r}")
