@@ -100,7 +100,7 @@ class RateShare:
 class QuestionShares:
     """The resources that all questions to this peer share: streams in three pools, and bytes of blobs."""
 
-    knows: Knows = knows_all  # returns whether we know a peer's record; peers without a known record share a small pool
+    knows: Knows = knows_all  # returns whether we know a peer's record; if not, the peer uses the pool `strangers`
     private: PrivateSwarm | None = None
     streams: FairShare = field(default_factory=lambda: FairShare(MAX_STREAMS))
     strangers: FairShare = field(default_factory=lambda: FairShare(STRANGER_STREAMS))

@@ -47,7 +47,7 @@ class StageConfig:
     overlap: bool = False  # whether optimizer steps may run between a micro-batch's two passes: faster, stale gradients
     originates: bool = True  # False: the peer executes only micro-batches that other peers begin
     synchronous: bool = False
-    costs: KindCosts = UNMEASURED  # the time that a layer of each kind takes on this device
+    costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on this device
     _entries: tuple[int, ...] = field(init=False, repr=False)  # layers at which other peers' executions may begin here
     _memory: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False, default_factory=dict)
 

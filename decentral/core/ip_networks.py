@@ -3,10 +3,10 @@
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 IP = IPv4Address | IPv6Address
-# Leading bits that the IPv4 and the IPv6 addresses of a group have in common:
-MACHINE = 32, 64  # a machine with IPv6 can usually choose the other 64 bits for each connection
-SITE = 24, 48  # the largest network that one customer of an Internet provider usually gets
-# For clients of our ports: IPv6 as in SITE, but each IPv4 address alone, because a /24 of IPv4 has many customers.
+# Prefix lengths in bits, of IPv4 and of IPv6: addresses with the same prefix belong to one group.
+MACHINE = 32, 64  # one machine: with IPv6, it can usually choose the other 64 bits for each connection
+SITE = 24, 48  # one site: an Internet provider usually gives a customer no larger network
+# One client of our ports: as SITE for IPv6, but each IPv4 address alone, because a /24 of IPv4 has many customers.
 CALLER = 32, 48
 
 

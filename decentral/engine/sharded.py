@@ -297,7 +297,7 @@ class ShardedForward:
     """
 
     def __init__(self, chain: Chain, root: nn.Module) -> None:
-        """Compute logits by `chain`, and the loss by `root`, a module around all layers."""
+        """Compute logits with `chain`, and the loss with `root`, the module that is divided over the ranks."""
         self.plain, self.root = chain, root
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:

@@ -166,9 +166,10 @@ def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove the downloads in the cache that CHECKPOINT_KEPT_S is over for, unless a process is downloading them.
+    """Remove checkpoints and unfinished downloads that nobody has used for CHECKPOINT_KEPT_S, unless they are locked.
 
-    Peers link or copy the checkpoint from which they begin. But runs name the folder of their model, so models stay.
+    No peer needs them: a peer links or copies the checkpoint with which it begins. Models stay, because runs name the
+    folders of their models.
     """
     for one in folder.iterdir():
         with suppress(OSError):  # locked, or another process removes it

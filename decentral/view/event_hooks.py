@@ -116,11 +116,11 @@ _KIND_BY_LINE: Mapping[type[JournalEvent], str] = {
 class Messages:
     """The maker of messages from events of one or more peers. It remembers the names of peers that have joined."""
 
-    _facts: dict[str, events.PeerFacts] = field(default_factory=dict)  # of the peers that tell, by id
+    _facts: dict[str, events.PeerFacts] = field(default_factory=dict)  # by id of the peer with the journal
     _names: dict[PeerId, str] = field(default_factory=dict)
 
     def watch(self, run: str) -> None:
-        """Let somebody who is no peer, such as the page, send messages about this run."""
+        """Allow messages about this run from a program that is not a peer, such as the page."""
         keep_latest(self._facts, "", replace(NO_FACTS, run=RunId(run)), NAMES_KEPT)
 
     def learn(self, event: JournalEvent, peer: str = "") -> None:
@@ -132,9 +132,9 @@ class Messages:
                 keep_latest(self._names, event.peer, event.name, NAMES_KEPT)
 
     def of(self, t: Seconds, event: JournalEvent, peer: str = "") -> HookMessage | None:
-        """Return the message about an event at Unix time `t`; None if no hook is told about it.
+        """Return the message about an event at Unix time `t`; None if hooks get no message about it.
 
-        `peer` is the id of the peer that tells, as in `learn`.
+        `peer` is the id of the peer whose journal has the event, as in `learn`.
         """
         self.learn(event, peer)
         kind, own = kind_of(event), self._facts.get(peer)
@@ -344,7 +344,7 @@ class Hooks:
     def tell(self, t: Seconds, event: JournalEvent, peer: str = "") -> None:
         """Queue the message about an event at Unix time `t`, if there is one. Returns at once and raises nothing.
 
-        `peer` is the id of the peer that tells; "" if all events are of one peer.
+        `peer` is the id of the peer whose journal has the event; "" if all events are of one peer.
         """
         message = self._messages.of(t, event, peer) if self.threads else None
         if message is not None and message.event in self._kinds:
@@ -352,11 +352,11 @@ class Hooks:
                 thread.tell(message)
 
     def watch(self, run: str) -> None:
-        """Let somebody who is no peer tell of events of this run, with "" as the peer's id."""
+        """Allow messages about this run from a program that is not a peer; its peer id is ""."""
         self._messages.watch(run)
 
     def learn(self, event: JournalEvent, peer: str) -> None:
-        """Remember what later messages need of an event; tell nobody."""
+        """Remember what later messages need of an event, without a message about the event."""
         self._messages.learn(event, peer)
 
     def start(self) -> None:
@@ -365,7 +365,7 @@ class Hooks:
             thread.start()
 
     def news(self) -> list[tuple[events.HookLine, str]]:
-        """Return a journal line on each hook that has missed messages since the last call, and at first a warning."""
+        """Return a journal line about each hook with newly missed messages, and a warning ("" if not its first)."""
         found = []
         for thread in self.threads:
             flag, counts = thread.hook.flag, thread.counts

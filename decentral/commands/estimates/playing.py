@@ -31,9 +31,7 @@ from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 WARM_UP_S = 400.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
-LEAST_SAMPLES = (
-    4  # a simulation that is cut short has at least this many of 200 samples, so that some follow the warm-up
-)
+LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
 MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
 
 

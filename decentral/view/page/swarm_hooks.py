@@ -1,6 +1,6 @@
-"""Tell hooks what happens in a whole swarm, from the page's lines: each event once, though many peers report it.
+"""Send hooks one message for each event of a swarm, although several peers report the same event.
 
-`decentral.dashboard` and `decentral.local` tell hooks in this way; a peer's own hooks follow its journal alone
+`decentral.dashboard` and `decentral.local` use it; a peer's own hooks follow only the peer's journal
 (view/event_hooks.py). Start reading at `SwarmHooks`.
 """
 
@@ -15,24 +15,24 @@ from decentral.view.event_hooks import NAMES_KEPT, Hooks
 from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine, Told
 
 HERE, GONE = "here", "gone"
-FOUND_S = 30.0  # a record that a watch finds in its first seconds is of a peer that was there before
+FOUND_S = 30.0  # records found in a watch's first seconds belong to peers that were in the swarm before
 
 
 @dataclass(slots=True)
 class SwarmHooks:
-    """A filter of the page's lines, which tells hooks of what is new."""
+    """A filter of the page's lines: sends hooks a message about each line that reports something new."""
 
     hooks: Hooks
-    _last: dict[str, str] = field(default_factory=dict)  # topic -> what was last known of it
+    _last: dict[str, str] = field(default_factory=dict)  # topic -> its last known value
     _since: Seconds | None = None  # time of the first record
 
     def take(self, peer: str, line: PageLine, new: bool) -> None:
-        """Read a line, and tell the hooks of it if it says what no earlier line has said.
+        """Read a line, and send hooks a message if no earlier line has reported the same.
 
         Args:
             peer: The id of the peer whose journal has the line; "" if the source wrote the line.
             line: The line.
-            new: Whether it happened just now. If False, the line tells the past, which no hook is told.
+            new: Whether it happened just now. If False, hooks get no message.
         """
         found = self._event(line)
         if found is None:
@@ -56,7 +56,7 @@ class SwarmHooks:
         return [warning for _, warning in self.hooks.news() if warning]
 
     def _event(self, line: PageLine) -> JournalEvent | None:
-        """Return the event of a journal's line; or what a line of the source itself says, as such an event."""
+        """Return the event of a line; a line that no journal has, such as a record, is converted to an event."""
         match line.event:
             case RecordLine(peer=peer, record=record):
                 self.hooks.watch(record.run)
@@ -71,9 +71,9 @@ class SwarmHooks:
 
 
 def _about(peer: str, event: JournalEvent) -> tuple[str, str, bool]:
-    """Return what an event is about and what it says of that, and whether only this peer reports it.
+    """Return an event's topic, the topic's value by this event, and whether only this peer reports the topic.
 
-    The topic is "" if no other line says the same.
+    The topic is "" if no other line can report the same.
     """
     match event:
         case events.StartedLine() | events.ContinuedLine() | events.JoinedLine():
