@@ -1,10 +1,13 @@
-"""Split a flow of tokens (max_flow.py) into routes. Start at `routes`."""
+"""Split a flow of tokens (max_flow.py) into routes (`routes`), and add up routes to a flow (`flow_of`)."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from decentral.scheduler.throughput.max_flow import MaxFlow
+from decentral.scheduler.topology.arrays import Floats
 
 ROUNDING_SHARE = 1e-9  # a flow of less than this share of all tokens is a rounding error of the solver
 
@@ -53,6 +56,30 @@ def routes(flow: MaxFlow) -> list[tuple[float, list[Hop]]]:
         for stream in there
     ]
     return sorted(found, key=lambda route: (-route[0], route[1]))
+
+
+def flow_of(taken: Sequence[tuple[float, Sequence[Hop]]], flow: MaxFlow, seconds_NL: Floats) -> MaxFlow:
+    """Return the part of a flow that takes some of its routes.
+
+    Args:
+        taken: These routes, from `routes(flow)`.
+        flow: The whole flow. Layers are as scarce in the part as in the whole.
+        seconds_NL: Seconds for a token of each layer on each peer.
+    """
+    computed_NL, sent = np.zeros_like(flow.computed_NL), dict[tuple[int, int, int], float]()
+    for share, hops in taken:
+        rate = share * flow.tokens_per_s
+        for peer, first, last in hops:
+            computed_NL[peer, first:last] += rate
+        for (sender, _, last), (receiver, _, _) in itertools.pairwise(hops):
+            sent[sender, receiver, last] = sent.get((sender, receiver, last), 0.0) + rate
+    return MaxFlow(
+        tokens_per_s=float(computed_NL[:, 0].sum()),
+        computed_NL=computed_NL,
+        transfers=tuple((*move, rate) for move, rate in sent.items()),
+        idle_N=1 - (computed_NL * seconds_NL).sum(axis=1),
+        price_L=flow.price_L,
+    )
 
 
 def _taken(there: list[_Stream], rate: float, least: float) -> list[_Stream]:

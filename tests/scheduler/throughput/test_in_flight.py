@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decentral.core import config
-from decentral.scheduler.throughput import in_flight
+from decentral.scheduler.throughput import in_flight, max_flow
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.layer_costs import LayerCosts
@@ -100,14 +100,16 @@ def test_hops_pause_for_the_micro_batches_of_all_origin_peers() -> None:
     assert together.tolist() == pytest.approx([alone / 2, alone / 2])
 
 
-def test_a_peer_that_no_route_needs_holds_no_layers() -> None:
-    """Peer 2 could take the place of peer 0, but its link carries nothing."""
+def test_a_peer_that_no_route_needs_holds_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peer 2 could take the place of peer 0, but its link carries nothing; no second linear programme is solved."""
     costs = trio().costs
     link = costs.link_NN.copy()
     link[2] = link[:, 2] = 1e-3
     flights = Flights(np.full((3, 3), 0.05), config.load(None, ["model.context=16"]))
     problem = FlowProblem(replace(costs, link_NN=link), np.zeros(3, np.int64), flights)
-    spans = throughput_plan.without_idle(problem, np.array([*SPANS, (0, 1)]))
+    problem.flow(offered := np.array([*SPANS, (0, 1)]))
+    monkeypatch.delattr(max_flow, "maximum")
+    spans = throughput_plan.without_idle(problem, offered)
     assert spans.tolist() == [[0, 1], [1, 2], [0, 0]]
 
 

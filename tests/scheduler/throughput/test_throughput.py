@@ -164,6 +164,10 @@ def test_routes_carry_the_flow_through_every_layer_in_order(seed: int) -> None:
         assert [hop[1] for hop in hops] == [0, *(hop[2] for hop in hops[:-1])]
         assert hops[-1][2] == costs.layers
         assert all(chosen[peer][0] <= first < last <= chosen[peer][1] for peer, first, last in hops)
+    again = routes.flow_of(paths, found, costs.seconds_NL)
+    np.testing.assert_allclose(again.computed_NL, found.computed_NL, atol=1e-6 * found.tokens_per_s)
+    np.testing.assert_allclose(again.bytes_between(1.0), found.bytes_between(1.0), atol=1e-6 * found.tokens_per_s)
+    np.testing.assert_allclose(again.idle_N, found.idle_N, atol=1e-6)
 
 
 def test_spans_respect_memory_and_holders() -> None:
