@@ -196,12 +196,21 @@ class Flights:
         """Return a copy for a part of the swarm: the peers with these numbers."""
         return replace(self, delay_NN=self.delay_NN[np.ix_(peers_G, peers_G)])
 
+    def single(self, costs: LayerCosts) -> Pipeline:
+        """Return the costs of micro-batches of one sequence."""
+        return Pipeline(costs, self.delay_NN, self.run.model.context, 1)
+
+    @property
+    def micro_batches_waited_for(self) -> int | None:
+        """Return how many micro-batches of one sequence a step with exact gradients waits for; None without these."""
+        return None if self.run.routes.overlap else accumulated(self.run, 1)
+
     def usual_link_s(self, costs: LayerCosts) -> Floats:
         """Return the seconds, (N,), in which a sequence goes over a link of each peer, and its gradient comes back.
 
         The result is the median over each peer's NEAREST fastest links; 0 for a peer without links.
         """
-        pipeline = Pipeline(costs, self.delay_NN, self.run.model.context, 1)
+        pipeline = self.single(costs)
         fastest_NM = np.argsort(-costs.link_NN, axis=1, kind="stable")[:, :NEAREST]
         times_s = (
             [pipeline.link_s(peer, other) for other in row if costs.link_NN[peer, other] > 0]

@@ -32,6 +32,7 @@ from decentral.scheduler.throughput.in_flight import Carried, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches, span_bytes
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.throughput.peer_kinds import access_limited
+from decentral.scheduler.throughput.short_chains import short_chains
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
@@ -118,15 +119,21 @@ class FlowProblem:
     def starts(self, rng: np.random.Generator) -> list[Ints]:
         """Return the first spans of a search: `chains` and rows (rows.py) for each of `groupings`, and random spans.
 
-        In a large swarm, rows come first, as their flows take less time.
+        In a large swarm, rows come first, as their flows take less time. If no peer can hold the whole model, short
+        chains (short_chains.py) come before all others.
         """
         divisions = groupings(self)
+        short = list[Ints]()
+        if self.flights is not None and not (self.reach_NL[:, 0] == self.costs.layers).any():
+            pipeline, waits = self.flights.single(self.costs), self.flights.micro_batches_waited_for
+            for groups in (divisions[0], *divisions[2:]):
+                short += short_chains(self, groups, pipeline, waits)
         chained = [chains(self, groups, rng) for groups in divisions]
         if not access_limited(self.costs).all():
             longer = [groups for groups in divisions if len(groups) < self.costs.peers]
             chained += [chains(self, groups, rng, linked=True) for groups in longer for _ in range(LINKED_CHAINS)]
         in_rows = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
-        found = in_rows + chained if self.costs.peers > MOST_AT_ONCE else chained + in_rows
+        found = short + (in_rows + chained if self.costs.peers > MOST_AT_ONCE else chained + in_rows)
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
     @cached_property

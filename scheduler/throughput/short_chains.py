@@ -1,0 +1,176 @@
+"""Order peers into chains in which a micro-batch is on its way for the shortest time. Start at `short_chains`.
+
+Where each peer holds a small part of the model, a route has many hops. Its throughput then depends less on the devices'
+speeds than on the time for which a micro-batch is on its way (in_flight.py), and so on the order of the peers. A chain
+is a way through the peers, as in the travelling salesman problem. The search begins with ways on which each peer is
+followed by the nearest peer that is left. Then it moves peers and reverses parts of a way as long as that makes it
+faster.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from decentral.scheduler.throughput import bound
+from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Pipeline
+from decentral.scheduler.throughput.rows import Supplies
+from decentral.scheduler.topology.arrays import Ints
+
+BEGINNINGS = 3  # a search begins from the fastest ways of this many different first peers
+MOST_TRIES = 10_000  # a search from one beginning tries at most this many changes; each takes about 20 us
+
+_NOWHERE = (0.0, (0, 0))
+Order = list[int]
+"""Peers. Each holds as many layers as fit, after those of the peer before it; peers after the last layer hold none."""
+
+
+def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, accumulate: int | None) -> list[Ints]:
+    """Return spans_N2 in which each group of peers forms as many chains as it can, in two forms.
+
+    In the first form, peers that are left over hold no layers. In the second form, each of them holds the layers of the
+    peer in a chain of its group whose place it can take with the smallest detour.
+
+    Args:
+        problem: The whole swarm.
+        groups: The indices of each group's peers.
+        pipeline: The costs of a micro-batch of one sequence.
+        accumulate: The smallest number of micro-batches in a step with exact gradients; None: steps wait for none.
+    """
+    ways = _Ways(problem, pipeline, accumulate)
+    alone_N2 = np.zeros((problem.costs.peers, 2), np.int64)
+    beside_N2 = alone_N2.copy()
+    for group in groups:
+        left, chains = group.tolist(), list[list[tuple[int, int]]]()
+        while (order := ways.shortest(left)) is not None:
+            chains.append(ways.hops(order))
+            left = [peer for peer in left if peer not in {peer for peer, _ in chains[-1]}]
+        for peer, first in itertools.chain(*chains):
+            alone_N2[peer] = beside_N2[peer] = first, ways.reach[peer][first]
+        for peer in left:
+            beside_N2[peer] = min((beside for hops in chains for beside in ways.beside(peer, hops)), default=_NOWHERE)[
+                1
+            ]
+    return [alone_N2, beside_N2]
+
+
+@dataclass(slots=True)
+class _Ways:
+    """The seconds of a micro-batch on ways through peers. The tables are lists, which Python reads fastest."""
+
+    problem: Supplies
+    pipeline: Pipeline
+    accumulate: int | None
+    reach: list[list[int]] = field(init=False)  # peer -> first layer -> the end of the longest span
+    passes_s: list[list[float]] = field(init=False)  # peer -> first layer -> computing that span, and waiting for it
+    busy_s: list[list[float]] = field(init=False)  # peer -> first layer -> between two micro-batches
+    capacity: list[list[float]] = field(init=False)  # peer -> first layer -> micro-batches in memory
+    link_s: list[list[float]] = field(init=False)  # sender -> receiver -> a micro-batch's transfers, there and back
+    apart_s: list[list[float]] = field(init=False)  # sender -> receiver -> between two micro-batches on this link
+
+    def __post_init__(self) -> None:
+        """Fill the tables."""
+        costs, reach_NL, pipeline = self.problem.costs, self.problem.reach_NL, self.pipeline
+        peers, layers, tokens = range(costs.peers), np.arange(costs.layers), pipeline.tokens
+        before = np.pad(np.cumsum(costs.seconds_NL, axis=1), ((0, 0), (1, 0)))
+        seconds_NL = np.take_along_axis(before, reach_NL, axis=1) - before[:, :-1]
+        crossings_NL = (layers > 0) + 1.0 * (reach_NL < costs.layers)
+        sent_s_N = costs.hidden_bytes / np.maximum(bound.access(costs), 1e-9)
+        self.reach = reach_NL.tolist()
+        self.passes_s = ((1 + WAITING) * (JOBS_S + tokens * seconds_NL)).tolist()
+        self.busy_s = np.maximum(JOBS_S + tokens * seconds_NL, tokens * crossings_NL * sent_s_N[:, None]).tolist()
+        self.capacity = [
+            [
+                pipeline.capacity((peer, first, last), (first, last)) if first < last else 1.0
+                for first, last in enumerate(self.reach[peer])
+            ]
+            for peer in peers
+        ]
+        linked_NN = costs.link_NN > 0
+        self.link_s = [[pipeline.link_s(a, b) if linked_NN[a, b] else np.inf for b in peers] for a in peers]
+        nothing = np.full(linked_NN.shape, np.inf)
+        self.apart_s = np.divide(tokens * costs.hidden_bytes, costs.link_NN, out=nothing, where=linked_NN).tolist()
+
+    def hops(self, order: Order) -> list[tuple[int, int]]:
+        """Return (peer, first layer) of the peers that hold the layers; no hops if the peers cannot hold them all."""
+        hops, at, layers = [], 0, len(self.reach[0])
+        for peer in order:
+            if (end := self.reach[peer][at]) == at:
+                return []
+            hops.append((peer, at))
+            if end == layers:
+                return hops
+            at = end
+        return []
+
+    def seconds(self, order: Order) -> float:
+        """Return the seconds between two micro-batches on this way, as `in_flight.with_steps` has them."""
+        hops = self.hops(order)
+        if not hops:
+            return np.inf
+        kept_s = sum_s = busy_s = full_s = 0.0
+        after = -1
+        for peer, first in reversed(hops):
+            if after >= 0:
+                kept_s += self.link_s[peer][after]
+                busy_s = max(busy_s, self.apart_s[peer][after])
+            kept_s += self.passes_s[peer][first]
+            sum_s += kept_s
+            busy_s = max(busy_s, self.busy_s[peer][first])
+            full_s = max(full_s, kept_s / self.capacity[peer][first])
+            after = peer
+        if self.accumulate is not None and len(hops) > 1:
+            many = self.accumulate + len(hops) - 1
+            pauses_s = (len(hops) * kept_s + sum_s) / 2
+            busy_s = max(busy_s, (pauses_s + (many - 1) * busy_s) / many)
+        return max(busy_s, full_s)
+
+    def beside(self, peer: int, hops: Sequence[tuple[int, int]]) -> Iterator[tuple[float, tuple[int, int]]]:
+        """Yield (seconds of the detour, span) for each hop of a chain whose layers fit into this peer's memory."""
+        for at, (held, first) in enumerate(hops):
+            if self.reach[peer][first] >= (last := self.reach[held][first]):
+                sender, receiver = hops[at - 1][0], hops[(at + 1) % len(hops)][0]
+                come_s = self.link_s[sender][peer] - self.link_s[sender][held] if at else 0.0
+                go_s = self.link_s[peer][receiver] - self.link_s[held][receiver] if at + 1 < len(hops) else 0.0
+                yield come_s + go_s, (first, last)
+
+    def shortest(self, peers: list[int]) -> Order | None:
+        """Return the order of these peers with the fastest way that the search finds; None if they hold too little."""
+        ways = [self._by_nearest(first, peers) for first in peers]
+        timed = sorted((seconds, order) for order in ways if (seconds := self.seconds(order)) < np.inf)
+        return min((self._improved(order) for _, order in timed[:BEGINNINGS]), default=(0.0, None))[1]
+
+    def _by_nearest(self, first: int, peers: list[int]) -> Order:
+        """Return an order that begins with a peer, and goes on to the nearest peer that can hold the next layer."""
+        order, at, layers = [first], self.reach[first][0], len(self.reach[0])
+        left = [peer for peer in peers if peer != first]
+        while at < layers and (able := [peer for peer in left if self.reach[peer][at] > at]):
+            near_s = self.link_s[order[-1]]
+            order.append(min(able, key=near_s.__getitem__))
+            left.remove(order[-1])
+            at = self.reach[order[-1]][at]
+        return order + left
+
+    def _improved(self, order: Order) -> tuple[float, Order]:
+        """Return the seconds of the way that changes reach when none of them gains anything, and its order."""
+        best_s, tries, stuck = self.seconds(order), 0, False
+        while not stuck and tries < MOST_TRIES:
+            stuck = True
+            for number in range(len(self.hops(order)) * len(order)):
+                for changed in _changed(order, *divmod(number, len(order))):
+                    tries += 1
+                    if (seconds := self.seconds(changed)) < best_s * (1 - 1e-9):
+                        order, best_s, stuck = changed, seconds, False
+        return best_s, order
+
+
+def _changed(order: Order, to: int, at: int) -> Iterator[Order]:
+    """Yield three changes of an order: a peer moves from place `at` to `to`, they swap, and the part between turns."""
+    if at == to:
+        return
+    rest = order[:at] + order[at + 1 :]
+    yield [*rest[:to], order[at], *rest[to:]]
+    if to < at:
+        yield order[:to] + order[to : at + 1][::-1] + order[at + 1 :]
+        yield [*order[:to], order[at], *order[to + 1 : at], order[to], *order[at + 1 :]]
