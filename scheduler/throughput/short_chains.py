@@ -21,7 +21,6 @@ from decentral.scheduler.topology.arrays import Ints
 BEGINNINGS = 3  # a search begins from the fastest ways of this many different first peers
 MOST_TRIES = 10_000  # a search from one beginning tries at most this many changes; each takes about 20 us
 
-_NOWHERE = (0.0, (0, 0))
 Order = list[int]
 """Peers. Each holds as many layers as fit, after those of the peer before it; peers after the last layer hold none."""
 
@@ -29,8 +28,9 @@ Order = list[int]
 def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, accumulate: int | None) -> list[Ints]:
     """Return spans_N2 in which each group of peers forms as many chains as it can, in two forms.
 
-    In the first form, peers that are left over hold no layers. In the second form, each of them holds the layers of the
-    peer in a chain of its group whose place it can take with the smallest detour.
+    A group's chains exchange peers with each other, and with the peers that are left over, while that raises the sum of
+    their throughputs. In the first form, peers that are left over hold no layers. In the second form, each of them holds
+    the layers of the peer in a chain of its group whose place it can take with the smallest detour.
 
     Args:
         problem: The whole swarm.
@@ -42,16 +42,17 @@ def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, 
     alone_N2 = np.zeros((problem.costs.peers, 2), np.int64)
     beside_N2 = alone_N2.copy()
     for group in groups:
-        left, chains = group.tolist(), list[list[tuple[int, int]]]()
+        left, orders = group.tolist(), list[Order]()
         while (order := ways.shortest(left)) is not None:
-            chains.append(ways.hops(order))
-            left = [peer for peer in left if peer not in {peer for peer, _ in chains[-1]}]
+            orders.append([peer for peer, _ in ways.hops(order)])
+            left = [peer for peer in left if peer not in orders[-1]]
+        chains = [ways.hops(ways.improved(order)[1]) for order in ways.exchanged([*orders, left])]
+        left = sorted(set(group.tolist()) - {peer for hops in chains for peer, _ in hops})
         for peer, first in itertools.chain(*chains):
             alone_N2[peer] = beside_N2[peer] = first, ways.reach[peer][first]
         for peer in left:
-            beside_N2[peer] = min((beside for hops in chains for beside in ways.beside(peer, hops)), default=_NOWHERE)[
-                1
-            ]
+            if places := [place for hops in chains for place in ways.beside(peer, hops)]:
+                beside_N2[peer] = min(places)[1]
     return [alone_N2, beside_N2]
 
 
@@ -139,7 +140,22 @@ class _Ways:
         """Return the order of these peers with the fastest way that the search finds; None if they hold too little."""
         ways = [self._by_nearest(first, peers) for first in peers]
         timed = sorted((seconds, order) for order in ways if (seconds := self.seconds(order)) < np.inf)
-        return min((self._improved(order) for _, order in timed[:BEGINNINGS]), default=(0.0, None))[1]
+        return min((self.improved(order) for _, order in timed[:BEGINNINGS]), default=(0.0, None))[1]
+
+    def exchanged(self, orders: Sequence[Order]) -> list[Order]:
+        """Return the orders after those exchanges of two peers between them that raise the sum of their throughputs."""
+        found, rates = [*orders], [1 / self.seconds(order) for order in orders]
+        tries, gained = 0, True
+        while gained and tries < MOST_TRIES:
+            gained = False
+            for one, other in itertools.combinations(range(len(found)), 2):
+                for at, to in itertools.product(range(len(found[one])), range(len(found[other]))):
+                    pair = _exchanged(found[one], found[other], at, to)
+                    changed = [1 / self.seconds(order) for order in pair]
+                    tries += 1
+                    if sum(changed) > (rates[one] + rates[other]) * (1 + 1e-9):
+                        (found[one], found[other]), (rates[one], rates[other]), gained = pair, changed, True
+        return found
 
     def _by_nearest(self, first: int, peers: list[int]) -> Order:
         """Return an order that begins with a peer, and goes on to the nearest peer that can hold the next layer."""
@@ -152,7 +168,7 @@ class _Ways:
             at = self.reach[order[-1]][at]
         return order + left
 
-    def _improved(self, order: Order) -> tuple[float, Order]:
+    def improved(self, order: Order) -> tuple[float, Order]:
         """Return the seconds of the way that changes reach when none of them gains anything, and its order."""
         best_s, tries, stuck = self.seconds(order), 0, False
         while not stuck and tries < MOST_TRIES:
@@ -163,6 +179,11 @@ class _Ways:
                     if (seconds := self.seconds(changed)) < best_s * (1 - 1e-9):
                         order, best_s, stuck = changed, seconds, False
         return best_s, order
+
+
+def _exchanged(one: Order, other: Order, at: int, to: int) -> tuple[Order, Order]:
+    """Return two orders in which the peers at these places, one in each, have changed places."""
+    return [*one[:at], other[to], *one[at + 1 :]], [*other[:to], one[at], *other[to + 1 :]]
 
 
 def _changed(order: Order, to: int, at: int) -> Iterator[Order]:

@@ -81,6 +81,15 @@ def test_peers_form_as_many_chains_as_they_can() -> None:
     np.testing.assert_array_equal(alone_N2, beside_N2)
 
 
+def test_chains_exchange_peers_where_both_together_gain() -> None:
+    """The first chain takes the nearest peers, and would leave the second one only peers that are far apart."""
+    places = np.array([0.0, 0.1, 0.3, 0.9])
+    delay_NN = np.abs(places[:, None] - places[None, :])
+    delay_NN[0, 2] = delay_NN[2, 0] = delay_NN[1, 3] = delay_NN[3, 1] = 0.11
+    alone_N2 = chained(pipeline(delay_NN, layers=2))[0]
+    assert sorted(alone_N2[[0, 2]].tolist()) == sorted(alone_N2[[1, 3]].tolist()) == [[0, 1], [1, 2]]
+
+
 def test_a_peer_left_over_takes_the_place_with_the_smallest_detour() -> None:
     """Peer 2 is near peer 0 and far from peer 1, so it takes the place of peer 1 beside peer 0."""
     delay_NN = np.array([[0.0, 0.01, 0.05], [0.01, 0.0, 0.2], [0.05, 0.2, 0.0]])
