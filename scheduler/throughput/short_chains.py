@@ -29,8 +29,8 @@ def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, 
     """Return spans_N2 in which each group of peers forms as many chains as it can, in two forms.
 
     A group's chains exchange peers with each other, and with the peers that are left over, while that raises the sum of
-    their throughputs. In the first form, peers that are left over hold no layers. In the second form, each of them holds
-    the layers of the peer in a chain of its group whose place it can take with the smallest detour.
+    their throughputs. In the first form, peers that are left over hold no layers. In the second form, each of them
+    holds the layers of the peer in a chain of its group whose place it can take with the smallest detour.
 
     Args:
         problem: The whole swarm.
