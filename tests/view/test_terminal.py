@@ -223,6 +223,17 @@ def uncolored(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+def test_the_peer_of_this_terminal_is_marked_among_others_of_its_name(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config(), name="ann")
+    ours.phase = NodePhase.TRAINING
+    meet(ours, tmp_path, "ann")
+    (other,) = ours.roster.live
+    shown = {line for line in uncolored(screen(ours, 80, 24)).splitlines() if "(ann)" in line}
+    assert sorted("this one" in line for line in shown) == [False, True]
+    assert next(line for line in shown if "this one" in line).startswith(f"{short(ours.setup.own.peer)} (ann)")
+    assert next(line for line in shown if "this one" not in line).startswith(f"{short(other)} (ann)")
+
+
 def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path) -> None:
     ours = node(tmp_path, Config(), name="ann")
     ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100

@@ -182,7 +182,7 @@ function line(pen, colors, link, few) {
 function figures(pen, colors, links) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
-  const taken = [...state.spots.values()].map(({ x, y, r }) => [x - r - 18, y - r, x + r + 18, y + r + 18]);
+  const taken = [...state.spots.values()].map(({ peer, x, y, r }) => [x - r - 18, y - r, x + r + 18, y + r + (peer.here ? 30 : 18)]);
   for (const link of links) {
     const [a, b] = [state.spots.get(link.low), state.spots.get(link.high)];
     const best = Math.max(link.to_low, link.to_high);
@@ -224,6 +224,7 @@ function disc(pen, colors, { peer, x, y, r }, few) {
   pen.textAlign = "center";
   pen.fillStyle = peer.live ? colors.ink : colors.bad;
   pen.fillText(peer.live ? peer.label : `${peer.label} ${peer.state}`, x, y + r + 14);
+  if (peer.here) pen.fillText("(this machine)", x, y + r + 26);
 }
 
 function cross(pen, colors, x, y, r) {
@@ -271,7 +272,7 @@ function point(peer) {
   $("map").style.cursor = one ? "pointer" : "";
   if (one) {
     const known = one.peer;
-    tip.textContent = [`${known.label}: ${known.state}`, [known.device, known.region].filter(Boolean).join(", "), `loss ${number(known.loss)}, ${large(known.tokens_per_s)} tokens/s`, known.last ? `layers ${known.first} to ${known.last - 1}` : ""].filter(Boolean).join("\n");
+    tip.textContent = [`${known.label}: ${known.state}`, known.here ? "on this machine" : "", [known.device, known.region].filter(Boolean).join(", "), `loss ${number(known.loss)}, ${large(known.tokens_per_s)} tokens/s`, known.last ? `layers ${known.first} to ${known.last - 1}` : ""].filter(Boolean).join("\n");
     tip.style.left = `${Math.min(one.x + 12, $("map").clientWidth - 180)}px`;
     tip.style.top = `${Math.max(0, one.y - 60)}px`;
   }

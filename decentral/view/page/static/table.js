@@ -7,6 +7,7 @@ import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
 const ROWS = 20;
+const HERE = "this machine";
 const state = { sort: "number", down: false, from: 0, text: "" };
 
 // Each column: its title, the key to sort by, a function that returns a cell's content, and a style class.
@@ -63,6 +64,7 @@ export function draw() {
 }
 
 export const times = (peer) => swarm.kinds.map((kind, at) => [kind, peer.shares[at], color(kind)]);
+export const here = (peer) => (peer.here ? make("span", { class: "here", title: "this page reads this peer's journal on the machine that serves the page" }, HERE) : null);
 export const place = (peer) => [peer.device, peer.region, peer.throttle > 1 ? `${peer.throttle}x throttled` : ""].filter(Boolean).join(", ");
 
 function row(peer) {
@@ -74,11 +76,11 @@ function name(peer) {
   const button = make("button", { type: "button", class: "peer", "data-number": peer.number, title: peer.peer, on: () => choose(peer.number) }, peer.label);
   const dot = make("span", { class: `dot ${peer.state}`, title: peer.state });
   if (peer.state === "training" && swarm.timeline.series[`loss ${peer.number}`]) dot.style.background = colorOf(peer.number);
-  return make("span", {}, dot, button);
+  return make("span", {}, dot, button, here(peer));
 }
 
 function matches(peer) {
-  return !state.text || [peer.peer, peer.name, peer.device, peer.region, peer.state, peer.why].join(" ").toLowerCase().includes(state.text);
+  return !state.text || [peer.peer, peer.name, peer.device, peer.region, peer.state, peer.why, peer.here ? HERE : ""].join(" ").toLowerCase().includes(state.text);
 }
 
 function sorted(found) {
