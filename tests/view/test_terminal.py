@@ -251,6 +251,18 @@ def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path
     assert "more" in lines[-1]
 
 
+def test_a_wide_terminal_cuts_long_devices_and_regions_and_no_figures(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config())
+    ours.phase = NodePhase.TRAINING
+    profile = Profile("a device" * 9, 1 << 30, 1e9, 1e6, region="a region" * 9, name="a name of thirty-two characters!")
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 1_234_567, 5, 100, phase="training")
+    ours.roster.live |= {PeerId("Qmstranger000000"): RosterEntry(record, NOW + 60)}
+    for width in (terminal.WIDE, 120, 200):
+        (line,) = {one for one in uncolored(screen(ours, width, 24)).splitlines() if "thirty-two" in one}
+        for part in ("(a name of thirty-two characters!)", "a d", "a regiona reg", "1234567", "1,000,000", "0 s ago"):
+            assert part in line, width
+
+
 def test_without_color_the_live_view_has_no_color_and_says_the_same(tmp_path: Path) -> None:
     ours = node(tmp_path, Config())
     ours.phase = NodePhase.TRAINING

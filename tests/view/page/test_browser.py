@@ -160,7 +160,10 @@ def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> 
 
 def test_the_peers_of_the_page_s_own_machine_are_marked_if_there_are_others(served: Served) -> None:
     four_peers(served)
-    with browsing(served.url) as driver:
+    for peer in PEERS:
+        served.tell(peer, 8.0, "continued", peer=peer, name="a name of thirty-two characters!", device="cpu", last=4)
+    served.publish(8.0)
+    with browsing(served.url, width=1024) as driver:
         until(driver, lambda: "4 peers train" in text(driver, "#verdict"))
         assert driver.find_elements(By.CSS_SELECTOR, ".here") == []
         told_by_record(served, f"Qm{'y' * 44}", "oregon")
@@ -168,6 +171,8 @@ def test_the_peers_of_the_page_s_own_machine_are_marked_if_there_are_others(serv
         until(driver, lambda: "5 peers train" in text(driver, "#verdict"))
         marked = driver.find_elements(By.CSS_SELECTOR, ".peers .here")
         assert [one.text for one in marked] == ["this machine"] * 4
+        table = "const one = document.querySelector('.peers .scroll'); return one.scrollWidth - one.clientWidth"
+        assert driver.execute_script(table) == 0
         driver.find_element(By.ID, "filter").send_keys("this machine")
         assert len(driver.find_elements(By.CSS_SELECTOR, ".peers tbody tr")) == 4
         assert complaints(driver) == []
