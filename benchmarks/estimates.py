@@ -182,8 +182,8 @@ def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     found = forecast(run_config, where, machines, args.budget_s)
     plan = None
     if args.part == "routed":
-        priced = replace(where, costs=tuple(one.costs for one in machines))
-        plan = throughput_plan(priced, run_config, "genetic", args.seed, SearchBudget(5.0, clock=time.monotonic))
+        where = replace(where, costs=tuple(one.costs for one in machines))
+        plan = throughput_plan(where, run_config, "genetic", args.seed, SearchBudget(5.0, clock=time.monotonic))
     began = time.process_time()
     scenario = scenario_of(run_config, where, machines, plan, run_config.gossip.window_s, args.virtual_s, args.seed)
     watch = PlayedSwarm()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from decentral.commands import shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
+from decentral.core.device_names import valid_device
 from decentral.core.errors import UserError
 from decentral.view.event_hooks import Hooks, hooks_running
 from decentral.view.page.address import PageAddress, link
@@ -138,7 +139,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "Serve a live page about a swarm."
     parser = shared.Parser(prog="python -m decentral.dashboard", description=about)
     parser.add_argument("folder", nargs="?", metavar="DIR", help="a peer's state folder, or a folder of state folders")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer to visit")
+    shared.add_join_flag(parser, "address of a peer to visit")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     where = "address to serve at; default 127.0.0.1:8420"
     parser.add_argument("--at", type=PageAddress.parse, default=PageAddress(), metavar="[HOST:]PORT", help=where)
@@ -149,7 +150,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     base = "with --serve-model: folder of the base model, for a run that trains adapters"
     parser.add_argument("--model-from", metavar="DIR", help=base)
     device = "with --serve-model: where to compute"
-    parser.add_argument("--device", default="cpu", metavar="auto|cpu|cuda|cuda:N", help=f"{device}; default: cpu")
+    one = "auto|cpu|cuda|cuda:N"
+    parser.add_argument("--device", type=valid_device, default="cpu", metavar=one, help=f"{device}; default: cpu")
     add_hook_flags(parser)
     parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # descriptor of an inherited listening socket
     parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # descriptor of a pipe with journal lines

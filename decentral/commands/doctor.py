@@ -96,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
     description = "Find out why a peer does not start, join or average, and what to do."
     parser = shared.Parser(prog="python -m decentral.doctor", description=description)
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
+    shared.add_join_flag(parser, "address of a peer of the swarm")
     parser.add_argument("--invite", metavar="FILE", help="the invitation, if the swarm is private")
     parser.add_argument("--state-dir", metavar="DIR", help="state folder of a peer that runs, has run or will run")
     parser.add_argument("--device", help="auto, cpu, cuda, cuda:N, xpu or mps, as for decentral.peer")

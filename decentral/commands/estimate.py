@@ -1,5 +1,6 @@
 """python -m decentral.estimate: predict what a swarm that does not exist yet can train, how fast, and at what price.
 
+python -m decentral.estimate --peers "4x4090 home:50/500, 8xA100 oregon"      models of several sizes, in a table
 python -m decentral.estimate --model 1.3B --peers "4x4090 home:50/500, 8xA100 oregon" --tokens 10B
 python -m decentral.estimate my-config.yaml --peers "4xcpu" --json
 
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
+from rich.table import Table
 
 from decentral.commands import shared
 from decentral.commands.estimates import cards, places, sizes
@@ -30,6 +32,8 @@ from decentral.core.units import readable_bytes, readable_number
 DAY_S = 86400.0
 # Overrides for --model-from without a config: a valid section `data`. An estimate never reads the file that it names.
 FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")
+# With so many tokens a parameter, a model learns most for its compute (Hoffmann et al., arXiv 2203.15556, table 3).
+TOKENS_A_PARAMETER = 20
 RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with 4 peers, 0.67 with 16"
 
 
@@ -42,11 +46,19 @@ def _main(flags: argparse.Namespace) -> None:
     run = run_of(flags)
     groups, prices = places.groups_of(flags.peers), _prices(flags.price)
     _check_prices(prices, groups)
+    shaped = flags.config or flags.model or flags.model_from or run.model.model_fields_set & {"depth", "width"}
     with shared.loading(COMMANDS["estimate"].interrupted):
-        from decentral.commands.estimates.estimating import estimated
-    found = estimated(run, groups, flags.seconds)
-    found |= _of_tokens(found, flags.tokens, groups, prices)
-    print(strict_json.dumps(found)) if flags.json else _show(found, Console(highlight=False))
+        from decentral.commands.estimates import estimating, size_table
+    if shaped:
+        found = estimating.estimated(run, groups, flags.seconds)
+        found |= _of_tokens(found, flags.tokens, groups, prices)
+    else:
+        rows = size_table.by_size(run, groups, flags.seconds)
+        for row in rows:
+            row |= _of_tokens(row, flags.tokens or TOKENS_A_PARAMETER * row["parameters"], groups, prices)
+        found = {"tokens": flags.tokens, "sizes": rows, "notes": estimating.notes_on_cards(groups)}
+    show = _show if shaped else _show_sizes
+    print(strict_json.dumps(found)) if flags.json else show(found, Console(highlight=False))
 
 
 def run_of(flags: argparse.Namespace) -> Config:
@@ -75,9 +87,10 @@ def _of_tokens(
 ) -> JsonObject:
     """Return JSON fields: if `tokens` are given, the days that they take; if `prices` has any, the prices.
 
-    The prices are those of an hour and, if `tokens` are given, of all days.
+    The prices are those of an hour and, if `tokens` are given, of all days. If `found` has no tokens/s, there are none.
     """
-    speed = found["tokens_per_s"]
+    if (speed := found.get("tokens_per_s")) is None:
+        return {}
     days = Figure(speed["mid"], speed["low"], speed["high"]).times(DAY_S).duration(tokens) if tokens else None
     hourly = sum(group.count * prices.get(cards.key(group.device), prices.get("", 0.0)) for group in groups)
     counted: JsonObject = {"tokens": tokens, "days": days.to_json()} if days else {}
@@ -142,6 +155,26 @@ def _show(found: JsonObject, console: Console) -> None:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
+def _show_sizes(found: JsonObject, console: Console) -> None:
+    given, rows = found["tokens"], found["sizes"]
+    amount = f"{readable_number(given)} tokens" if given else f"{TOKENS_A_PARAMETER} tokens a parameter"
+    price = " and price" if any("price" in row for row in rows) else ""
+    table = Table("model", "holds", "tokens/s", f"days{price} for {amount}", "limit", box=None)
+    for row in rows:
+        speed, days, price = (_rounded(row[name]) if name in row else "" for name in ("tokens_per_s", "days", "price"))
+        table.add_row(row["model"], row["holds"], speed, f"{days}\n{price}".strip(), row["limit"])
+    console.print(table)
+    more = "--model SIZE predicts one size more precisely, with memory, links and bytes"
+    for note in [*found["notes"], RECOVERED, more]:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
+
+
+def _rounded(figure: JsonObject) -> str:
+    """Return a figure with its range as text of few digits, for a table."""
+    mid, low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.2g}" for one in figure.values())
+    return f"{mid} ({low} to {high})"
+
+
 def _range(figure: JsonObject) -> str:
     return f"{figure['mid']:,.3g} ({figure['low']:,.3g} to {figure['high']:,.3g})"
 
@@ -155,7 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "Predict what a swarm can train, how fast, and at what price."
     parser = shared.Parser(prog="python -m decentral.estimate", description=about)
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
-    model = "a size such as 125M or 1.3B, instead of the config's depth and width; or a config"
+    model = "a size such as 125M, instead of the config's depth and width; or a config; default: a table of sizes"
     parser.add_argument("--model", metavar="SIZE|CONFIG", help=model)
     parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose shape the model has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")

@@ -22,7 +22,7 @@ from decentral.core.config import Config
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
-from decentral.core.peer_folders import journals_in
+from decentral.core.peer_folders import journals_in, state_folders
 from decentral.core.plain_text import printable
 from decentral.core.units import MiB
 from decentral.peers.startup.state import StateFolder
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    state_folders([text for text in flags.state_dir if not is_address(text)])  # before torch is loaded
     with shared.loading():
         from decentral.model import adapter_folder, huggingface
         from decentral.serving import gather_weights, replicas
@@ -109,7 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
     about = "Write a swarm's model as a folder for transformers."
     parser = shared.Parser(prog="python -m decentral.export", description=about)
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a running peer")
+    shared.add_join_flag(parser, "address of a running peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     stopped = "state folders of stopped peers, or places of uploaded checkpoints"
     parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help=stopped)

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from decentral.commands import shared
 from decentral.commands.table import COMMANDS
+from decentral.core.device_names import valid_device
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.peer_folders import state_folders
 from decentral.core.plain_text import printable, printable_lines
 from decentral.core.sampling import Sampling
 from decentral.peers.joining.fetch import MOST_HOLDERS
@@ -33,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    state_folders(flags.state_dir)  # before torch is loaded
+    if flags.model and not Path(flags.model).is_dir():
+        raise UserError(f"--model {flags.model}: there is no such folder; give a Hugging Face model's folder")
     with shared.loading(COMMANDS["generate"].interrupted):
         from decentral.engine import measure
         from decentral.serving import decoding, gather_weights, loaded_model
@@ -85,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     usual = Sampling()
     parser = shared.Parser(prog="python -m decentral.generate", description="Generate text from a swarm's model.")
     parser.add_argument("text", help="the prompt, which the model continues; may be empty")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a running peer")
+    shared.add_join_flag(parser, "address of a running peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     peers = f"with --join: use the mean of N peers' weights, at most {MOST_HOLDERS}; default: 1"
     parser.add_argument("--peers", type=int, default=1, metavar="N", help=peers)
@@ -102,7 +107,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     top = "sample only from the likeliest tokens with this total probability; default: %(default)s"
     parser.add_argument("--top-p", type=float, default=usual.top_p, help=top)
     parser.add_argument("--seed", type=int, help="the same seed gives the same text; default: a random one")
-    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where to compute")
+    one = "auto|cpu|cuda|cuda:N"
+    parser.add_argument("--device", type=valid_device, default="auto", metavar=one, help="where to compute")
     flags = parser.parse_args(argv)
     if sum(map(bool, (flags.join, flags.state_dir, flags.model))) != 1:
         raise UserError("expected exactly one of --join ADDR of a running peer, --state-dir DIR, or --model FOLDER")

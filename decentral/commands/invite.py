@@ -201,8 +201,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", help="file to write the invitation to, which is a secret")
     parser.add_argument("--list", action="store_true", help="list the invitations that were made")
     parser.add_argument("--revoke", metavar="ID|FILE", help="revoke an invitation, and tell the swarm")
-    told = "with --revoke: address of a running peer to tell"
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help=told)
+    shared.add_join_flag(parser, "with --revoke: address of a running peer to tell")
     flags = parser.parse_args(argv)
     if bool(flags.holder) + bool(flags.list) + bool(flags.revoke) != 1:
         raise UserError("give one of --for NAME --out FILE, --list, --revoke ID|FILE (see --help)")

@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "Show what each peer has contributed to a run, by what other peers measured."
     parser = shared.Parser(prog="python -m decentral.ledger", description=about)
     parser.add_argument("folders", nargs="*", metavar="DIR", help="peers' state folders, or a folder of state folders")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a running swarm's peer")
+    shared.add_join_flag(parser, "address of a running swarm's peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     flags = parser.parse_args(argv)

@@ -24,11 +24,13 @@ from decentral.commands import lifeline, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
+from decentral.core.device_names import valid_devices
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.events import ErrorLine, JoinedLine, JournalEvent, StartedLine, StepLine, UnheldLine
 from decentral.core.journal.file import Tail, read
 from decentral.core.journal.lines import recorded
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.peer_names import name_of_several
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
 from decentral.core.times import clock_time
@@ -85,7 +87,7 @@ def _main(flags: LocalFlags) -> None:
             folder = stack.enter_context(temporary_folder())
         else:
             folder = Path(flags.state_dir)
-        check_memory(flags, folder)
+        check_run(flags, folder)
         with writing("--state-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
         page = stack.enter_context(dashboard(flags.dashboard, folder, listening=page_socket))
@@ -108,7 +110,7 @@ def _main(flags: LocalFlags) -> None:
                 console.print(warning, soft_wrap=True, markup=False)
         deaths = swarm.deaths()
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
-    summary.report(console, result, [folder.name for folder in swarm.folders()])
+    summary.report(console, result)
     if flags.summary:
         with writing("--summary", flags.summary):
             Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
@@ -117,15 +119,12 @@ def _main(flags: LocalFlags) -> None:
         raise SystemExit(1)
 
 
-def check_memory(flags: LocalFlags, folder: Path) -> None:
-    """Raise UserError if the peers' --memory is too small for the model.
-
-    Existing runs, and models that code builds, are not checked.
-    """
-    if not flags.memory or (folder / "peer-0" / "run.json").exists():
+def check_run(flags: LocalFlags, folder: Path) -> None:
+    """Raise UserError if a new run's config is not valid, or --memory is too small for its model (if built in)."""
+    if (folder / "peer-0" / "run.json").exists():
         return
     run = config.load(flags.config, flags.overrides)
-    if run.model.layers is None:
+    if flags.memory and run.model.layers is None:
         from decentral.engine import measure, memory
 
         needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
@@ -313,7 +312,7 @@ class LocalSwarm:
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
-        arguments += ["--name", folder.name]
+        arguments += ["--name", name_of_several(number)]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
         arguments += ["--memory", str(self.memory[number])] if self.memory else []
         if self.flags.metrics:
@@ -388,7 +387,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("--throttle", metavar="F,F,...", help="times that each peer is slower, such as 1,1,1,10")
     parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="15m, or each peer's 500steps, 2Mtokens")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps, for all peers")
+    parser.add_argument("--device", type=valid_devices, default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps")
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's memory, or one size for all of them")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and continue from them")

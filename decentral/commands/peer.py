@@ -27,7 +27,8 @@ if __name__ == "__main__":  # let a signal end the process at once during import
 from decentral.commands import push, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.lifeline import heed
-from decentral.core import quantities
+from decentral.core import config, quantities
+from decentral.core.device_names import valid_devices
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
@@ -59,16 +60,17 @@ def _start(arguments: Sequence[str]) -> None:
     place = Place.here()
     try:
         flags = parse(arguments)
-        with shared.loading():
-            from decentral.engine import launch, measure
-            from decentral.peers.startup import start_peer
-        devices = measure.devices(flags.peer.device, place)
+        _require_config(flags)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir DIR, so that it finds its checkpoint again")
         if flags.state_dir and ATTEMPT not in os.environ:  # a rank skips this check, because its launcher has made it
             says_run = any((flags.say_config, flags.join, flags.private, flags.invite, flags.resume_from))
             says_run = says_run or flags.own != NOTHING_NAMED
             state.require_meant(flags.state_dir, says_run, flags.peer != state.PeerFlags())
+        with shared.loading():
+            from decentral.engine import launch, measure
+            from decentral.peers.startup import start_peer
+        devices = measure.devices(flags.peer.device, place)
     except UserError:
         if place is None or place.rank == 0:
             raise
@@ -90,6 +92,17 @@ def _start(arguments: Sequence[str]) -> None:
         asyncio.run(start_peer.start(_downloaded(flags), flags.peer.device))
 
 
+def _require_config(flags: StartFlags) -> None:
+    """Raise UserError before torch is loaded if the config of a new run is not valid."""
+    uploaded = flags.own.model_folder is not None and holds_uploads(flags.own.model_folder)
+    if flags.say_config and not (uploaded or _has_run(flags)):
+        config.load(flags.config, flags.overrides, flags.own)
+
+
+def _has_run(flags: StartFlags) -> bool:
+    return flags.state_dir is not None and (Path(flags.state_dir) / "run.json").exists()
+
+
 def _downloaded(flags: StartFlags) -> StartFlags:
     """Download the uploads that these flags name, and return the flags with the downloads' folders in their place.
 
@@ -102,8 +115,7 @@ def _downloaded(flags: StartFlags) -> StartFlags:
     if own.model_folder is not None and holds_uploads(own.model_folder):
         own = replace(own, model_folder=str(fetched(own.model_folder, "model", "--model-from", shared.stage)))
     if resumed is not None:
-        has_run = flags.state_dir is not None and (Path(flags.state_dir) / "run.json").exists()
-        resumed = None if has_run else str(fetched(resumed, "checkpoint", "--resume-from", shared.stage))
+        resumed = None if _has_run(flags) else str(fetched(resumed, "checkpoint", "--resume-from", shared.stage))
     return replace(flags, own=own, resume_from=resumed)
 
 
@@ -112,7 +124,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     about = "Run one peer: start a swarm, join one, or continue from a state folder."
     parser = shared.Parser(prog="python -m decentral.peer", description=about)
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
+    shared.add_join_flag(parser, "address of a peer of the swarm")
     wait = "keep trying the addresses of --join for so long, such as 10m; default: not again"
     parser.add_argument("--join-wait", type=quantities.duration_s, default=0.0, metavar="TIME", help=wait)
     parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, if the swarm is private")
@@ -120,7 +132,8 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     _add_own_flags(parser)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
-    parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
+    several = "auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1"
+    parser.add_argument("--device", type=valid_devices, help=several)
     parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"
     parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)

@@ -85,7 +85,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = shared.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
     place = "YAML or JSON file, or the name of a shipped one such as eight-cities"
     parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
-    parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a running swarm")
+    live = "instead of TOPOLOGY: the address of a peer of a running swarm"
+    parser.add_argument("--join", type=shared.peer_address, metavar="ADDR", help=live)
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
     objectives = "sync: shortest synchronous step (default); "

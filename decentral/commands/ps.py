@@ -3,8 +3,8 @@
     python -m decentral.ps             a line for each peer
     python -m decentral.ps --json      the same as JSON
 
-Steps, losses and speeds come from the peers' journals. Of other users' peers only the process is shown. `decentral
-stop` ends peers.
+Steps, losses and speeds come from the peers' journals. Others see a peer's name and the end of its id, which are shown,
+too. Of other users' peers only the process is shown. `decentral stop` ends peers.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, short
 from decentral.core.journal.events import JoinedLine, StoppedLine
 from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at
 from decentral.core.plain_text import plain_text
@@ -71,6 +72,7 @@ class PeerStatus:
         """Return the cells of this peer's line, in the order of STATUS_COLUMNS; `now` is Unix time."""
         return (
             self.name or NO_FIGURE,
+            short(PeerId(self.peer)) or NO_FIGURE,
             self.run or NO_FIGURE,
             self.phase or NO_FIGURE,
             self.user,
@@ -83,7 +85,7 @@ class PeerStatus:
         )
 
 
-STATUS_COLUMNS = ("name", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
+STATUS_COLUMNS = ("name", "id", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

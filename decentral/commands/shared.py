@@ -90,6 +90,24 @@ def host_port(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+def peer_address(text: str) -> str:
+    """Return a text that has the form of a peer's address.
+
+    `PeerNetwork.parse_address` checks the address further, but loads libp2p.
+
+    Raises:
+        UserError: If the text has another form.
+    """
+    if re.fullmatch(r"/\S+/p2p/[1-9A-HJ-NP-Za-km-z]+", text):
+        return text
+    raise UserError(f"--join expects an address such as /ip4/203.0.113.7/tcp/4001/p2p/Qm...; got {text!r}")
+
+
+def add_join_flag(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the flag `--join ADDR`, which may be repeated, with `about` as its help; its value is a list of addresses."""
+    parser.add_argument("--join", type=peer_address, action="append", default=[], metavar="ADDR", help=about)
+
+
 def metrics_address(first: tuple[str, int], number: int) -> str:
     """Return HOST:PORT for the metrics of peer `number`: the first peer's port + `number`, or 0 for any free port."""
     host, port = first

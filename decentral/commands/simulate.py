@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from decentral.commands import shared
 from decentral.commands.shared import finite
-from decentral.core import quantities
+from decentral.core import config, quantities
 from decentral.core.errors import UserError
-from decentral.sim.faults import BESIDES
+from decentral.sim import faults
 from decentral.view.page.address import add_dashboard_flag
 
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    config.load(flags.config, flags.set)  # here too, so that a wrong config is refused before torch is loaded
     with shared.loading():
         from decentral.commands import simulation
     simulation.simulate(flags)
@@ -64,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--down-mbps", type=finite, default=100.0, metavar="MBPS", help="a peer's downlink; default 100"
     )
     spec = "faults, such as 'crash 2 at 20; restart 2 at 30'; decentral/sim/faults.py lists them"
-    parser.add_argument("--faults", metavar="SPEC", help=spec)
+    parser.add_argument("--faults", type=faults.parse, default=[], metavar="SPEC", help=spec)
     parser.add_argument("--trace", metavar="FILE", help="churn from a CSV with the columns time, peer, up/down")
     parser.add_argument("--random-faults", type=int, default=0, metavar="N", help="number of random faults")
     swarms = "simulate N small swarms with random faults, one for each seed from --seed on"
@@ -93,7 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _besides(text: str) -> tuple[str, ...]:
-    return tuple(shared.names_of(text, BESIDES))
+    return tuple(shared.names_of(text, faults.BESIDES))
 
 
 def _sizes(text: str) -> tuple[int, ...]:

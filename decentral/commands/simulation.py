@@ -127,7 +127,7 @@ def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
         memory.check_together(needs, len(needs.fragments), max(settings.memory))
     if flags.gradients:
         settings = real_gradients(settings, folder)
-    drawn = faults.parse(flags.faults) if flags.faults else []
+    drawn = list(flags.faults)
     drawn += faults.trace(Path(flags.trace)) if flags.trace else []
     if flags.random_faults:
         drawn += faults.draw(rng.stream(flags.seed, "faults"), flags.peers, flags.seconds, flags.random_faults)

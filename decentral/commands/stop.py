@@ -2,7 +2,7 @@
 
     python -m decentral.stop ann             the peer with this name (`decentral ps` shows names)
     python -m decentral.stop swarm/peer-1    the peer with this state folder, or all peers in a folder
-    python -m decentral.stop --all           all peers that this user runs here
+    python -m decentral.stop --all           all peers that this user runs here, after a question on a terminal
 
 The command only ends processes that hold the lock of a peer's state folder and belong to this user. It never kills: a
 peer that does not end within STOP_S goes on saving. Exit codes: 0 if all have ended and saved, 1 if not.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail
-from decentral.commands.ps import PeerStatus, here
+from decentral.commands.ps import STATUS_COLUMNS, PeerStatus, here, table
 from decentral.commands.table import COMMANDS
 from decentral.core.errors import UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
@@ -24,7 +24,7 @@ from decentral.core.near_names import did_you_mean
 from decentral.core.peer_folders import CHECKPOINT, changed_at
 from decentral.core.plain_text import printable
 from decentral.core.times import ago
-from decentral.core.units import Seconds
+from decentral.core.units import Seconds, plural
 from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 
 STOP_S = 150.0  # a leaving peer takes 120 s at most for its last step and checkpoint, and a few for its goodbye
@@ -44,6 +44,9 @@ def _main(flags: argparse.Namespace) -> None:
     if not found:
         print("no peer of this user runs on this machine")
         return
+    if flags.all and not _agreed([running[peer] for peer in found], flags.yes):
+        print("none was stopped")
+        raise SystemExit(1)
     asked_at = time.time()
     deadline = time.monotonic() + STOP_S
     all_well = True
@@ -59,6 +62,23 @@ def _main(flags: argparse.Namespace) -> None:
             print(f"{_called(peer, running[peer])}: {said}", flush=True)
     if not all_well:
         raise SystemExit(1)
+
+
+def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
+    """Print the peers that are to be stopped, and return whether the user agrees, who is asked on a terminal only.
+
+    Args:
+        peers: The peers.
+        yes: Whether the user has agreed beforehand.
+    """
+    now = time.time()
+    print(table(STATUS_COLUMNS, [peer.row(now) for peer in peers]), flush=True)
+    if yes or sys.stdin is None or not sys.stdin.isatty():
+        return True
+    try:
+        return input(f"stop {plural(len(peers), 'peer')}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
@@ -127,6 +147,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     which = "a peer's name or state folder, or a folder of peers' folders"
     parser.add_argument("which", nargs="*", metavar="NAME|DIR", help=which)
     parser.add_argument("--all", action="store_true", help="all peers that this user runs on this machine")
+    parser.add_argument("--yes", action="store_true", help="with --all: do not ask on a terminal")
     flags = parser.parse_args(argv)
     if bool(flags.which) == flags.all:
         raise UserError("expected names or folders of peers, or --all; decentral ps lists the peers")

@@ -51,6 +51,7 @@ COMMANDS = {
     "estimate": Command(
         "predict what a swarm can train, how fast, and at what price, before it exists",
         (
+            '--peers "4x4090 home:50/500, 8xA100-80GB oregon"',
             '--model 1.3B --peers "4x4090 home:50/500, 8xA100 oregon" --tokens 10B --price 4090=0.35,A100=1.2',
             'small --peers "4xcpu" --json',
         ),

@@ -3,10 +3,11 @@
 Folders with the same `identity.key` belong to the same peer: one is a backup of the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decentral.core import foreign_file
+from decentral.core.errors import UserError
 
 KEY = "identity.key"
 JOURNAL = "journal.jsonl"
@@ -18,6 +19,22 @@ def journals_in(folder: Path) -> list[Path]:
     """Return the journal in `folder` if it is a peer's state folder, else the journals of the state folders in it."""
     own = folder / JOURNAL
     return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
+
+
+def state_folders(paths: Sequence[str]) -> list[Path]:
+    """Return the peers' state folders among these paths and in these folders.
+
+    Raises:
+        UserError: If a path neither is nor has a state folder; the error names the flag --state-dir.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        here = [path] if (path / "run.json").exists() else sorted(run.parent for run in path.glob("*/run.json"))
+        if not here:
+            give = "give a state folder, or a folder of state folders"
+            raise UserError(f"--state-dir {path} has no peer's state; {give}")
+        found += here
+    return found
 
 
 def lock_holders(locks: Path = Path("/proc/locks")) -> dict[int, list[int]]:

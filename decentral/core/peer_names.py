@@ -17,6 +17,11 @@ def machine_name() -> str:
     return plain_text(platform.node().partition(".")[0].strip(), PEER_NAME_CHARS)
 
 
+def name_of_several(number: int) -> str:
+    """Return the name of one of several peers that a command starts on this machine, such as `laptop-2`."""
+    return f"{machine_name()[: PEER_NAME_CHARS - 3] or 'peer'}-{number}"
+
+
 def departed(reason: str) -> str:
     """Return what people read about a peer that is no longer there: `left`, or `is lost (REASON)`."""
     return "left" if reason == "left" else f"is lost ({reason})"

@@ -12,7 +12,6 @@ import torch
 
 ACCELERATORS = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # torch's device type -> the name that messages use
 STREAMED = ("cuda", "xpu")
-CHOICES = "auto, cpu, cuda, xpu or mps, or one of several: cuda:N"
 
 
 def type_here() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from decentral.core import config
+from decentral.core.device_names import valid_device
 from decentral.core.errors import UserError
 from decentral.core.layer_work import UNMEASURED
 from decentral.core.rank_place import Place
@@ -26,7 +27,7 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
     """Return the device that `--device` names.
 
     Args:
-        wanted: The value of `--device`, as in accelerator.CHOICES.
+        wanted: The value of `--device`, as in core/device_names.py.
         dtype: Type of the numbers in matrix products; auto is bfloat16 on accelerators that have it, else float32.
         throttle: Factor by which computing is slowed down, to imitate a slower device.
         emulated_s: Seconds that a micro-batch through the whole model takes at least, to emulate a slower device; 0
@@ -35,14 +36,7 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
     Raises:
         UserError: If the value is not valid, or this machine does not have the device.
     """
-    if wanted == "auto":
-        wanted = accelerator.type_here()
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise UserError(f"--device expects {accelerator.CHOICES}; got {wanted!r}") from None
-    if device.type not in ("cpu", *accelerator.ACCELERATORS):
-        raise UserError(f"--device expects {accelerator.CHOICES}; got {wanted!r}")
+    device = torch.device(accelerator.type_here() if valid_device(wanted) == "auto" else wanted)
     if device.type != "cpu" and (device.index or 0) >= (count := accelerator.count(device)):
         kind = device.type
         none = f"no {accelerator.ACCELERATORS[kind]} device; use --device cpu"

@@ -24,7 +24,7 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
-from decentral.core.peer_folders import newest_of_each_peer
+from decentral.core.peer_folders import newest_of_each_peer, state_folders
 from decentral.core.plain_text import plain_text
 from decentral.core.synthetic import Blob
 from decentral.engine import checkpoint, measure, memory
@@ -101,7 +101,7 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
         UserError: If no folder has a checkpoint, a checkpoint is damaged, the folders belong to different runs, or the
             run's model is a user's own code.
     """
-    folders = [found for path in paths for found in _state_folders(Path(path))]
+    folders = state_folders(paths)
     kept = [found for folder in folders if (found := state.StateFolder(folder).look_at_run()) is not None]
     runs = [(run, settings.built_in(own)) for run, settings in kept]
     if len({settings.digest() for _, settings in runs}) > 1:
@@ -142,13 +142,6 @@ def leave_out_laggards(holders: Sequence[HolderWeights]) -> list[str]:
         for index in late:
             del one.weights[index], one.steps[index]
     return said
-
-
-def _state_folders(path: Path) -> list[Path]:
-    found = [path] if (path / "run.json").exists() else sorted(run.parent for run in path.glob("*/run.json"))
-    if not found:
-        raise UserError(f"--state-dir {path} has no peer's state; give a state folder, or a folder of state folders")
-    return found
 
 
 async def from_swarm(join: Sequence[str], invite: str | None, copies: int = MOST_HOLDERS) -> GatheredRun:

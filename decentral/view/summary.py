@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.journal.file import read
 from decentral.core.journal.peer_totals import PeerTotals
-from decentral.core.peer_names import titled
+from decentral.core.peer_names import name_of_several, titled
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import plural, readable_bytes
@@ -98,10 +98,10 @@ def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     return round(loss, 4), round(replicas.spread(weights), 5)
 
 
-def report(console: Console, result: Summary, names: Sequence[str]) -> None:
-    """Print a summary for the user: a line for each peer, then a line for the swarm. `names` are the peers' names."""
-    for peer, name in zip(result["peers"], names, strict=True):
-        who = titled(PeerId(peer["peer"]), name)
+def report(console: Console, result: Summary) -> None:
+    """Print a summary for the user: a line for each peer, then a line for the swarm."""
+    for number, peer in enumerate(result["peers"]):
+        who = titled(PeerId(peer["peer"]), name_of_several(number))
         exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
         console.print(
             f"peer {who}  throttle {peer['throttle']:g}  {plural(peer['micro_batches'], 'micro-batch')}  "

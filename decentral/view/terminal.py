@@ -18,6 +18,7 @@ from decentral.core.peer_names import departed, titled
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.times import ago, clock_time, duration
 from decentral.core.units import Seconds, plural, readable_bytes
+from decentral.peers.membership.records import Profile
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.progress import Evaluations
 from decentral.peers.runtime.setup import NodeSetup
@@ -26,10 +27,11 @@ from decentral.peers.startup.invitation_files import founder_path
 LONG_STEP_S = 15.0
 MOST_CHANGES = 8
 REASON_CHARS = 500  # longer texts of warnings and reasons are cut to this many characters
-WIDE = 110  # a terminal of at least this many columns shows devices and regions
-DEVICE_COLUMNS = 36
+WIDE = 115  # a terminal of at least this many columns shows devices and regions
+DEVICE_COLUMNS, REGION_COLUMNS = 36, 14  # longer names of devices and regions are cut
+OTHER_COLUMNS = 105  # all columns of the table of peers but that of devices take at most so many, with their gaps
 BETWEEN = 3  # at least this many columns separate two values
-LEAST_PEERS = 3  # a low terminal still shows this many peers
+LEAST_PEERS = 3  # a low terminal still shows this many other peers
 
 
 class Display(Protocol):
@@ -269,25 +271,30 @@ def _table(shown: Mapping[str, str], width: int) -> Text:
 
 
 def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Table:
-    """Return a table of the other peers in at most `lines` lines; a narrow terminal shows no device and region."""
-    wide = size.width >= WIDE
+    """Return a table of this peer and the others in at most `lines` lines; a narrow one has no device and region."""
+    wide, setup = size.width >= WIDE, node.setup
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    most = {"device": min(DEVICE_COLUMNS, size.width - OTHER_COLUMNS), "region": REGION_COLUMNS}
     for column in ("peer", *(("device", "region") if wide else ()), "step", "tokens/s", "from it", "heard"):
-        table.add_column(
-            column, no_wrap=True, overflow="ellipsis", max_width=DEVICE_COLUMNS if column == "device" else None
-        )
+        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=most.get(column))
+
+    def place(profile: Profile) -> list[str]:
+        return [plain_text(profile.device), plain_text(profile.region)] if wide else []
+
+    figures = [str(node.progress.step), f"{node.progress.speed(now):,.0f}", "-", "this one"]
+    rows = [[titled(setup.own.peer, setup.profile.name), *place(setup.profile), *figures]]
     known = sorted(node.roster.live.items())
-    room = max(LEAST_PEERS, lines - 1)
+    room = max(LEAST_PEERS, lines - 2)
     shown = known if len(known) <= room else known[: room - 1]
     for peer, entry in shown:
         record, rate = entry.record, node.meter.bandwidth(peer)
         link = f"{readable_bytes(rate)}/s" if rate else "-"
-        place = [plain_text(record.profile.device), plain_text(record.profile.region)] if wide else []
         figures = [str(record.step), f"{record.profile.tokens_per_s:,.0f}", link, ago(record.time, now)]
-        cells = [titled(peer, record.profile.name), *place, *figures]
-        table.add_row(*cells)
+        rows.append([titled(peer, record.profile.name), *place(record.profile), *figures])
     if shown != known:
-        table.add_row(f"and {len(known) - len(shown)} more")
+        rows.append([f"and {len(known) - len(shown)} more"])
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="" if number else "bold")
     return table
 
 

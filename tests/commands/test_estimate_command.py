@@ -1,11 +1,13 @@
 """python -m decentral.estimate as a user runs it: what it says of a swarm, and one clear line for what is wrong."""
 
 import json
+import re
 
 import pytest
 
 from decentral.commands import estimate
-from decentral.commands.estimates import machines, own_speed
+from decentral.commands.estimates import machines, own_speed, size_table
+from decentral.commands.estimates.size_table import SHOWN_SIZES
 from decentral.core.strict_json import JsonObject
 
 QUICK = ["--seconds", "0.1"]
@@ -62,6 +64,49 @@ def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.Capt
         assert part in text
 
 
+def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = told(capsys, "--peers", "4x3080 lab")["sizes"]
+    *fit, last = rows
+    assert [row["model"] for row in rows] == list(SHOWN_SIZES[: len(rows)])
+    assert (fit[0]["holds"], fit[0]["limit"]) == ("whole model", "compute")
+    assert fit[-1]["holds"].endswith(" layers")
+    assert last["holds"] == "does not fit"
+    assert re.fullmatch(r"memory: it needs \d.* GB, and all peers have 40.0 GB", last["limit"])
+    assert "tokens_per_s" not in last
+    speeds = [row["tokens_per_s"]["mid"] for row in fit]
+    assert speeds == sorted(speeds, reverse=True)
+    for row in fit:
+        days = 20 * row["parameters"] / row["tokens_per_s"]["mid"] / 86400
+        assert row["days"]["mid"] == pytest.approx(days, rel=2e-3)
+
+
+def test_the_table_has_days_and_price_of_the_tokens_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--peers", "8xH100 lab", "--tokens", "1B", "--price", "2")
+    for row in found["sizes"]:
+        assert row["days"]["mid"] == pytest.approx(1e9 / row["tokens_per_s"]["mid"] / 86400, rel=2e-3)
+        assert row["price"]["mid"] == pytest.approx(row["days"]["mid"] * 24 * 16, rel=2e-3)
+    assert estimate.main([*QUICK, "--peers", "8xH100 lab", "--tokens", "1B", "--price", "2"]) == 0
+    text = capsys.readouterr().out
+    for part in ("holds", "days and price", "7B", "whole", "note: --model SIZE"):
+        assert part in text
+
+
+def test_the_speed_of_this_machine_is_measured_once_for_the_whole_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def flops_here(peers: int) -> float:
+        asked.append(peers)
+        return 1e11
+
+    monkeypatch.setattr(size_table, "flops_here", flops_here)
+    small, larger, *_ = told(capsys, "--peers", "2xcpu home")["sizes"]
+    assert asked == [2]
+    assert small["tokens_per_s"]["mid"] > 5 * larger["tokens_per_s"]["mid"]
+    assert small["tokens_per_s"]["mid"] < 2 * 1e11 / (6 * small["parameters"])
+
+
 def test_this_machine_is_measured_with_as_many_peers_as_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +117,7 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
         return 0.1
 
     monkeypatch.setattr(machines, "step_s", step_s)
-    found = told(capsys, "--peers", "2xcpu, this lab")
+    found = told(capsys, "default", "--peers", "2xcpu, this lab")
     assert asked == [3]
     assert found["tokens_per_s"]["mid"] == pytest.approx(3 * 8 * 128 / 0.1, rel=0.02)
 

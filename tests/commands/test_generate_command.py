@@ -110,8 +110,8 @@ def test_the_holders_are_named_with_their_steps() -> None:
     ("flags", "said"),
     [
         (["x"], "expected exactly one of --join ADDR of a running peer, --state-dir DIR, or --model FOLDER"),
-        (["x", "--join", "a", "--model", "b"], "expected exactly one of"),
-        (["x", "--model", "gone"], "--model gone: there is no config.json"),
+        (["x", "--join", "/ip4/192.0.2.7/tcp/1/p2p/Qm", "--model", "b"], "expected exactly one of"),
+        (["x", "--model", "gone"], "--model gone: there is no such folder"),
         (["x", "--state-dir", "gone"], "--state-dir gone has no peer's state"),
         (["x", "--model", "b", "--max-tokens", "0"], "--max-tokens must be between 1 and"),
         (["x", "--model", "b", "--temperature", "nan"], "--temperature must be between 0 and"),

@@ -17,6 +17,7 @@ from decentral.commands import local, shared
 from decentral.core import config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import file as journal
+from decentral.core.peer_names import name_of_several
 from decentral.peers.startup.invitation_files import FounderFile, read_holding
 from decentral.peers.startup.state import StateFolder
 from decentral.serving import replicas
@@ -104,6 +105,12 @@ def test_a_summary_that_could_not_be_written_is_said_before_any_peer_starts(
     said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--summary", str(tmp_path / summary_file))
     reason = "cannot be written; choose a file in a folder that can be written"
     assert said == f"--summary {tmp_path / summary_file} {reason}"
+    assert not (tmp_path / "swarm").exists()
+
+
+def test_a_wrong_config_is_said_before_any_peer_starts(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--set", "gossip.windows_s=2")
+    assert said == "config: unknown key gossip.windows_s; did you mean gossip.window_s?"
     assert not (tmp_path / "swarm").exists()
 
 
@@ -230,9 +237,9 @@ def test_a_summary_names_the_peers_and_the_next_step(
     mortal: local.LocalSwarm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = summary.summarise(mortal.folders(), mortal.throttles, 1.0, {})
-    summary.report(Console(highlight=False), result, [folder.name for folder in mortal.folders()])
+    summary.report(Console(highlight=False), result)
     shown = [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert shown[:3] == ["peer P0 (peer-0)", "peer P1 (peer-1)", "peer P2 (peer-2)"]
+    assert shown[:3] == [f"peer P{number} ({name_of_several(number)})" for number in range(3)]
     assert summary.next_step(None) == "nothing was kept; --state-dir DIR keeps the model"
     assert summary.next_step("my swarm").splitlines()[1:] == [
         "    python -m decentral.generate --state-dir 'my swarm' 'Once upon a time'",
@@ -247,8 +254,10 @@ def test_a_peer_that_came_back_has_not_died(mortal: local.LocalSwarm) -> None:
 
 @pytest.mark.swarm
 def test_what_the_first_peer_says_is_what_the_user_reads(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = refusal(capfd, "--peers", "1", "--state-dir", str(tmp_path), "--set", "gossip.windows_s=2")
-    assert said == "peer 0 did not start: config: unknown key gossip.windows_s; did you mean gossip.window_s?"
+    gone = ["--set", "data.kind=text", "--set", f"data.path={tmp_path}/gone"]
+    said = refusal(capfd, "--peers", "1", "--state-dir", str(tmp_path), *gone)
+    assert said.startswith("peer 0 did not start: ")
+    assert f"{tmp_path}/gone" in said
 
 
 class Recorded(local.LocalSwarm):
@@ -360,7 +369,7 @@ def test_hooks_are_told_of_all_peers_and_each_event_once(finished: tuple[Path, d
     told = [json.loads(line) for line in (finished[0] / "events.txt").read_text().splitlines()]
     for kind in ("started", "training", "stopped"):
         names = sorted(one["name"] for one in told if one["event"] == kind)
-        assert names == ["peer-0", "peer-1", "peer-2"], (kind, told)
+        assert names == [name_of_several(number) for number in range(3)], (kind, told)
 
 
 @pytest.mark.swarm

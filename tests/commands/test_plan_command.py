@@ -52,7 +52,7 @@ def test_a_table_and_a_paragraph_on_the_terminal(capsys: pytest.CaptureFixture[s
     ("flags", "line"),
     [
         ([], "give either a TOPOLOGY"),
-        (["spot", "--join", "x"], "give either a TOPOLOGY"),
+        (["spot", "--join", "/ip4/192.0.2.7/tcp/4001/p2p/Qm"], "give either a TOPOLOGY"),
         (["spot", "--seconds", "soon"], "expected a duration such as 90s"),
         (["spot", "--solver", "magic"], "--solver magic"),
         (["spot", "--holders", "0"], "--holders expects at least 1"),

@@ -1,5 +1,6 @@
 """`decentral ps` and `decentral stop`: which peers run here, and ending them so that nothing is lost."""
 
+import io
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,7 +16,7 @@ from decentral.commands import ps, stop
 from decentral.commands.ps import STATUS_COLUMNS, PeerStatus
 from decentral.core.errors import UserError
 from decentral.core.journal.file import Journal
-from decentral.peers.startup.running_peers import RunningPeer
+from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 from tests.commands.peer_processes import TINY, Peers
 from tests.journal_lines import event_of
 
@@ -56,6 +57,7 @@ def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
     )  # fmt: skip
     row = dict(zip(STATUS_COLUMNS, status.row(BEGAN + 400), strict=True))
     assert (row["step"], row["loss"], row["checkpoint"]) == ("1,234", "2.500", "5 min ago")
+    assert (row["name"], row["id"]) == ("ann", "x3kPq2")
     assert row["since"].endswith("(6 min ago)")
     lines = ps.table(STATUS_COLUMNS, [status.row(BEGAN + 400)]).splitlines()
     assert lines[0].split() == list(STATUS_COLUMNS)
@@ -140,6 +142,49 @@ def test_a_name_that_is_also_a_link_to_other_peers_folders_stops_nobody(
 def test_stop_needs_to_be_told_what(flags: list[str]) -> None:
     with pytest.raises(UserError, match="expected names or folders of peers, or --all"):
         stop.parse(flags)
+
+
+class Answers(io.StringIO):
+    """A terminal on which a user types these lines."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags", "stops"),
+    [
+        (Answers("y\n"), ["--all"], True),
+        (Answers("\n"), ["--all"], False),
+        (Answers(""), ["--all"], False),  # Ctrl-D
+        (Answers(""), ["--all", "--yes"], True),
+        (io.StringIO(""), ["--all"], True),  # a script
+    ],
+)
+def test_stop_all_says_whom_it_stops_and_asks_on_a_terminal(
+    running: dict[RunningPeer, PeerStatus],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: io.StringIO,
+    flags: list[str],
+    stops: bool,
+) -> None:
+    asked: list[list[RunningPeer]] = []
+
+    def ask(peers: list[RunningPeer]) -> NoReturn:
+        asked.append(peers)
+        raise SystemExit(5)  # before anybody is stopped
+
+    typed.seek(0)
+    monkeypatch.setattr(sys, "stdin", typed)
+    monkeypatch.setattr(stop, "here", lambda: list(running))
+    monkeypatch.setattr(StopRequests, "ask", ask)
+    with pytest.raises(SystemExit, match="5" if stops else "1"):
+        stop.main(flags)
+    assert bool(asked) == stops
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown[0] == list(STATUS_COLUMNS)
+    assert [line[0] for line in shown[1:4]] == ["ann", "bob", "bob"]
 
 
 def test_it_is_said_what_is_on_the_disk(tmp_path: Path) -> None:

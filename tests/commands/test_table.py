@@ -94,6 +94,49 @@ def test_a_config_and_the_help_of_every_command_load_no_large_library() -> None:
     assert json.loads(done.stdout) == {name: [] for name in ("Config()", *COMMANDS)}
 
 
+WRONG = [
+    ("peer", ["nosuch"]),
+    ("peer", ["--set", "gossip.windows_s=2"]),
+    ("peer", ["--join", "nowhere"]),
+    ("peer", ["--device", "abacus"]),
+    ("local", ["--set", "gossip.windows_s=2"]),
+    ("local", ["--device", "abacus"]),
+    ("estimate", ["--peers", "4x4091"]),
+    ("estimate", ["--peers", "4090", "--model", "nosuch"]),
+    ("dashboard", ["--join", "nowhere"]),
+    ("plan", ["nosuch"]),
+    ("plan", ["--join", "nowhere"]),
+    ("simulate", ["nosuch"]),
+    ("simulate", ["--faults", "crash"]),
+    ("generate", ["x", "--state-dir", "gone"]),
+    ("generate", ["x", "--model", "gone"]),
+    ("generate", ["x", "--join", "nowhere"]),
+    ("export", ["--state-dir", "gone", "--out", "out"]),
+    ("doctor", ["--join", "nowhere"]),
+    ("ledger", ["--join", "nowhere"]),
+]
+WRONG_OF_EACH = f"""
+import contextlib, io, json, sys
+from decentral.commands.table import module_of
+
+said = []
+for name, flags in {WRONG}:
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        code = module_of(name).main(flags)
+    said.append([name, flags, code, len(error.getvalue().splitlines())])
+    said[-1].append([one for one in {HEAVY} if one in sys.modules])
+print(json.dumps(said))
+"""
+
+
+def test_wrong_flags_are_refused_in_one_line_before_a_large_library_is_loaded(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_OF_EACH], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert json.loads(done.stdout) == [[name, flags, 2, 1, []] for name, flags in WRONG]
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_version_comes_from_one_place_and_loads_no_libraries() -> None:
     code = "import sys; from decentral import __main__; __main__.main(['--version'])"
     code += "; import json; print(json.dumps([m for m in ('torch', 'numpy', 'hivemind') if m in sys.modules]))"

@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from decentral.core.ids import PeerId
-from decentral.core.peer_names import PEER_NAME_CHARS, machine_name, titled
+from decentral.core.peer_names import PEER_NAME_CHARS, machine_name, name_of_several, titled
 
 PEER = PeerId("QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojx3kPq2")
 
@@ -26,3 +26,13 @@ def test_a_name_cannot_control_a_terminal_and_has_an_end() -> None:
 def test_a_machine_is_called_by_its_host_name(host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: host)
     assert machine_name() == name
+
+
+@pytest.mark.parametrize(("host", "name"), [("ann.example.org", "ann-2"), ("", "peer-2")])
+def test_several_peers_of_a_machine_have_its_name_and_a_number(
+    host: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "node", lambda: host)
+    assert name_of_several(2) == name
+    monkeypatch.setattr(platform, "node", lambda: "x" * 99)
+    assert len(name_of_several(63)) == PEER_NAME_CHARS

@@ -223,6 +223,17 @@ def uncolored(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+def test_the_peer_of_this_terminal_is_marked_among_others_of_its_name(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config(), name="ann")
+    ours.phase = NodePhase.TRAINING
+    meet(ours, tmp_path, "ann")
+    (other,) = ours.roster.live
+    shown = {line for line in uncolored(screen(ours, 80, 24)).splitlines() if "(ann)" in line}
+    assert sorted("this one" in line for line in shown) == [False, True]
+    assert next(line for line in shown if "this one" in line).startswith(f"{short(ours.setup.own.peer)} (ann)")
+    assert next(line for line in shown if "this one" not in line).startswith(f"{short(other)} (ann)")
+
+
 def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path) -> None:
     ours = node(tmp_path, Config(), name="ann")
     ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100
@@ -238,6 +249,18 @@ def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path
         assert part in said
     assert "a name of thirty-two characters!" in said
     assert "more" in lines[-1]
+
+
+def test_a_wide_terminal_cuts_long_devices_and_regions_and_no_figures(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config())
+    ours.phase = NodePhase.TRAINING
+    profile = Profile("a device" * 9, 1 << 30, 1e9, 1e6, region="a region" * 9, name="a name of thirty-two characters!")
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 1_234_567, 5, 100, phase="training")
+    ours.roster.live |= {PeerId("Qmstranger000000"): RosterEntry(record, NOW + 60)}
+    for width in (terminal.WIDE, 120, 200):
+        (line,) = {one for one in uncolored(screen(ours, width, 24)).splitlines() if "thirty-two" in one}
+        for part in ("(a name of thirty-two characters!)", "a d", "a regiona reg", "1234567", "1,000,000", "0 s ago"):
+            assert part in line, width
 
 
 def test_without_color_the_live_view_has_no_color_and_says_the_same(tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ async def _from_here(place: PeerPlace, swarm_clock: SwarmClock) -> AsyncIterator
             yield network.cannot_listen(str(error), place.listen)
             return
         try:
-            yield network.listens(await transport.addresses(), place.running)
+            listens = place.listen if place.announce else await transport.addresses()
+            yield network.listens(listens, place.running)
             async for finding in _swarm(place, transport, swarm_clock, Identity.load_or_create(key)):
                 yield finding
         finally:
@@ -178,6 +179,8 @@ async def _swarm(
     for finding in [*welcomes, *_excused(refusals, bool(contacts), place.given)]:
         yield finding
     if not contacts:
+        if place.announce:
+            yield network.announced(place.announce, [], place.peer if place.running else None)
         if not place.addresses:
             yield unknown("swarm", "no peer's address is known", "give --join ADDR to check a swarm from here")
         yield clock.clock([])
@@ -211,7 +214,11 @@ async def _links(place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
     addresses, seen = await transport.addresses(), await network.seen_by(transport, others or visit.reached)
     yield network.address_translation(addresses, seen)
     came = await network.dialled_back(transport, seen, place.announce)
-    reachable = network.reachability(addresses, seen, came)
+    reachable = (
+        network.announced(place.announce, came, place.peer if place.running else None)
+        if place.announce
+        else network.reachability(addresses, seen, came)
+    )
     if place.running and reachable.state == FindingState.WARN:
         there = "run this on another machine: python -m decentral.doctor --join ADDR, with this peer's address"
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)

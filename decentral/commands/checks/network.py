@@ -133,6 +133,30 @@ def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBa
     return warn("reachability", f"{said}: no route to this machine from outside", f"{remedy}; {UNTIL_THEN}")
 
 
+def announced(addresses: Sequence[str], came: Sequence[DialBack], running: PeerId | None = None) -> Finding:
+    """Return the finding on whether other peers can connect to the addresses of --announce.
+
+    Args:
+        addresses: The addresses of --announce, at least one.
+        came: Answers of peers that were asked to dial these addresses; [] if no peer was asked.
+        running: The id of the peer, if it runs now. The addresses then lead to it, and not to this check.
+    """
+    said = f"announced is {', '.join(addresses)}"
+    if running:
+        there = f"run this on another machine: python -m decentral.doctor --join {addresses[0]}/p2p/{running}"
+        return unknown("reachability", f"{said}, where the peer runs; this check cannot try that", there)
+    if reached := sum(answer.status == DialStatus.OK for answer in came):
+        return ok("reachability", f"{said}: good, {reached} of {plural(len(came), 'peer')} connected to it")
+    if any(answer.status == DialStatus.ERROR for answer in came):
+        seen = f"{said}: not good, none of {plural(len(came), 'peer')} could connect to it"
+        remedy = "forward the announced port on the router to the port of --listen, and open it in firewalls"
+        return warn("reachability", seen, f"{remedy}; {UNTIL_THEN}")
+    if any((place := _ip_and_port(one)) and not ipaddress.ip_address(place[0]).is_global for one in addresses):
+        public = "if peers elsewhere are to connect, announce the router's public address with a forwarded port"
+        return unknown("reachability", f"{said}: a private address, good only inside this network", public)
+    return unknown("reachability", f"{said}: no peer has tried it", "give --join ADDR of a peer in another network")
+
+
 def _nobody_dials(observed: Sequence[str], came: Sequence[DialBack]) -> Finding:
     """Return the finding that no peer has tried to dial back: our address is not public, or peers dial rarely."""
     if observed and not any(ipaddress.ip_address(address).is_global for address in observed):

@@ -43,16 +43,31 @@ class _Table(BaseModel):
 
 @cache
 def cards() -> Mapping[str, Card]:
-    """Return all cards of the table, by their names as `key` writes them."""
+    """Return all cards of the table, by their names as `_plain` writes them."""
     path = Path(str(files("decentral.configs") / "devices" / "published.yaml"))
     table = _Table.model_validate(own_yaml.tree(foreign_file.read_text(path, MAX_TABLE_BYTES), str(path)))
     rows = table.cards.items()
-    return {key(name): Card(name, row.memory_gb * 1e9, row.tflops * 1e12, row.bf16) for name, row in rows}
+    return {_plain(name): Card(name, row.memory_gb * 1e9, row.tflops * 1e12, row.bf16) for name, row in rows}
 
 
 def key(name: str) -> str:
-    """Return a card's name in lower case without `NVIDIA`, `GeForce`, `RTX`, `GB`, spaces and dashes."""
-    return re.sub(r"nvidia|geforce|rtx|gb|[\s_-]", "", name.lower())
+    """Return the name under which a card stands in `cards`, or a normal form of the name if the table lacks the card.
+
+    Maker, series, form factor and the unit of memory do not count, nor does memory that is the only one of that name in
+    the table: `NVIDIA H100 80GB HBM3` has the key of `H100`, and `A100-SXM4-80GB` that of `A100 80GB`.
+    """
+    plain = _plain(name)
+    for one in (plain, plain.replace("pcie", "")):
+        for known, found in cards().items():
+            if one in (known, f"{known}{found.memory_bytes / 1e9:g}"):
+                return known
+    return plain
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case without maker, series, form factor, unit of memory, spaces and dashes."""
+    sized = re.sub(r"\b(\d+) ?gi?b?\b", r"\1", name.lower().replace("_", " "))
+    return re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|hbm\d?e?|gb|[\s-]", "", sized)
 
 
 def card(name: str) -> Card:

@@ -1,8 +1,10 @@
 """Compute the estimates that `decentral.estimate` prints, from a swarm's devices and links. Start at `estimated`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from decentral.commands.estimates import places
+from decentral.commands.estimates.cards import card
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
 from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
 from decentral.commands.estimates.places import MBIT, PeerGroup
@@ -10,8 +12,31 @@ from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_number
 from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, UTILISATION
+from decentral.scheduler.topology.topology import Topology
 
 HOUR_S = 3600.0
+WHOLE_MODEL = "whole model"
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedSwarm:
+    """A run, the machines of its peers, and their links."""
+
+    run: Config  # with a number as `train.micro_batch`
+    machines: list[Machine]  # the machine of each group of peers
+    each: list[Machine]  # the machine of each peer
+    topology: Topology | None  # None: one peer alone
+
+
+def swarm_of(run: Config, groups: Sequence[PeerGroup], own_flops: float | None = None) -> EstimatedSwarm:
+    """Return a run on these peers; `own_flops` as for `machines_of`. Raise UserError if a device is unknown."""
+    run = with_micro_batch(run, groups)
+    machines = machines_of(run, groups, own_flops)
+    each = [one for one, group in zip(machines, groups, strict=True) for _ in range(group.count)]
+    topology = None
+    if len(each) > 1:
+        topology = places.topology_of(groups, [one.memory_bytes / 1e9 for one in machines], [1.0] * len(groups))
+    return EstimatedSwarm(run, machines, each, topology)
 
 
 def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonObject:
@@ -25,13 +50,9 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
     Raises:
         UserError: If a device is unknown, or the peers cannot hold the model.
     """
-    run = with_micro_batch(run, groups)
-    machines = machines_of(run, groups)
-    each = [one for one, group in zip(machines, groups, strict=True) for _ in range(group.count)]
-    topology = None
-    if len(each) > 1:
-        topology = places.topology_of(groups, [one.memory_bytes / 1e9 for one in machines], [1.0] * len(groups))
-    found = forecast(run, topology, each, seconds)
+    swarm = swarm_of(run, groups)
+    run, machines = swarm.run, swarm.machines
+    found = forecast(run, swarm.topology, swarm.each, seconds)
     ends = [sum(group.count for group in groups[: number + 1]) for number in range(len(groups))]
     members = [list(range(end - group.count, end)) for group, end in zip(groups, ends, strict=True)]
     kinds = [
@@ -48,9 +69,9 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
         "parameters": sum(run.model.layer_parameters),
         "peers": kinds,
         "tokens_per_s": found.tokens_per_s.to_json(),
-        "links": [_link(place, peers, len(each), found) for place, peers in by_place.items() if len(by_place) > 1],
+        "links": [_link(place, peers, found) for place, peers in by_place.items() if len(by_place) > 1],
         "limit": found.limit,
-        "notes": _notes(run, groups, machines),
+        "notes": _notes(run, groups),
     }
 
 
@@ -86,16 +107,24 @@ def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peer
 
 def _holds(run: Config, machine: Machine, spans: Sequence[tuple[int, int]]) -> str:
     """Return what the peers of a group hold in the plan, and what one of them could hold, as text for people."""
-    if all(span == (0, run.model.depth + 2) for span in spans):
-        return "whole model"
-    layers = sorted({last - first for first, last in spans})
+    planned = held(run, spans)
+    return planned if planned == WHOLE_MODEL else f"{planned}; room for {held_share(machine):.0%} of the parameters"
+
+
+def held(run: Config, spans: Sequence[tuple[int, int]]) -> str:
+    """Return as text for people which part of the model the peers with these layers hold, such as `4 of 14 layers`."""
+    layers, all_layers = sorted({last - first for first, last in spans if first < last} or {0}), run.model.depth + 2
+    busy = sum(first < last for first, last in spans)
+    who = f"{busy} of {len(spans)} peers: " if 0 < busy < len(spans) else ""
+    if layers[0] == all_layers:
+        return f"{who}{WHOLE_MODEL}"
     planned = f"{layers[0]} to {layers[-1]}" if layers[0] < layers[-1] else f"{layers[0]}"
-    return f"{planned} of {run.model.depth + 2} layers; room for {held_share(machine):.0%} of the parameters"
+    return f"{who}{planned} of {all_layers} layers"
 
 
-def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Forecast) -> JsonObject:
+def _link(place: places.SharedPlace, peers: Sequence[int], found: Forecast) -> JsonObject:
     """Return the bytes per hour that the peers of a place send to other places, and receive from them."""
-    others = [peer for peer in range(count) if peer not in set(peers)]
+    others = [peer for peer in range(len(found.spans)) if peer not in set(peers)]
     rates = f"{place.up / MBIT:,.0f}/{place.down / MBIT:,.0f} Mb/s"
     return {
         "place": place.name,
@@ -105,16 +134,20 @@ def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Fo
     }
 
 
-def _notes(run: Config, groups: Sequence[PeerGroup], machines: Sequence[Machine]) -> list[str]:
+def _notes(run: Config, groups: Sequence[PeerGroup]) -> list[str]:
     """Return notes for people about the estimates: what a newcomer downloads, and how the speed of cards is assumed."""
-    low, high = MEASURED_UTILISATION
     weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
-    notes = [f"a newcomer downloads {weights}B of weights from several peers"]
-    if any(not one.is_own for one in groups):
+    return [f"a newcomer downloads {weights}B of weights from several peers", *notes_on_cards(groups)]
+
+
+def notes_on_cards(groups: Sequence[PeerGroup]) -> list[str]:
+    """Return notes for people about how the speed of cards is assumed; [] if no peer has a card."""
+    notes, (low, high) = list[str](), MEASURED_UTILISATION
+    named = [group.device for group in groups if not group.is_own]
+    if named:
         share = f"{UTILISATION:.0%} of their published peak, the range with {low:.0%} to {high:.0%}"
         notes.append(f"cards count with {share}")
-    pairs = zip(groups, machines, strict=True)
-    slow = [group.device for group, one in pairs if not group.is_own and one.low < low / UTILISATION]
+    slow = [device for device in named if not card(device).bf16]
     if slow:
         notes.append(f"{slow[0]} has no bf16 units, so it may be far slower than its peak; try train.dtype=float32")
     return notes

@@ -29,9 +29,9 @@ from decentral.scheduler.topology.topology import Topology
 # A peer trains in this share of its time. The rest is gossip, evaluation and checkpoints (docs/results/benchmarks.md).
 TRAINING_SHARE = 0.985
 PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit, and the simulator gets the rest
-# A swarm with routes that is too large to simulate is expected to reach this share of the tokens/s that its plan
-# promises (docs/results/planner.md).
-ROUTED_SHARE = 0.3
+# A swarm with routes that is not simulated is expected to reach this share of the tokens/s that its plan promises
+# (docs/results/planner.md). Simulated swarms reached shares in the range below: homes the least, labs the most.
+ROUTED_SHARE, ROUTED_SHARES = 0.3, (0.1, 2.4)
 ROUTED_RANGE = 1.4  # with routes, tokens/s may be lower or higher than simulated by up to this factor
 # Windows double or halve (comm/gossip/gossip_cost.py), so those of a run may be longer or shorter by this factor.
 WINDOW_STEP = 2
@@ -40,6 +40,10 @@ WINDOW_STEP = 2
 EASE = (0.55, 1.8)
 BYTES_RANGE = 1.2  # the range of bytes that follows from the windows is extended by this factor at both ends
 USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
+
+
+Windows = tuple[tuple[float, str], ...]
+"""For each peer: the length of its windows in seconds (0: unknown), and what bounds it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +79,50 @@ class Forecast:
     tokens_per_s: Figure
     spans: tuple[tuple[int, int], ...]  # each peer's layers [first, last); (0, 0): none
     pairs: PairTraffic
-    windows: tuple[tuple[float, str], ...]  # for each peer: length of its windows (s; 0: unknown), and what bounds it
+    windows: Windows
     limit: str  # what limits tokens/s, as text for people
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The predicted speed and layers of a swarm of N peers, without its traffic."""
+
+    tokens_per_s: Figure
+    spans: tuple[tuple[int, int], ...]  # each peer's layers [first, last); (0, 0): none
+    limit: str  # what limits tokens/s, as text for people
+    plan: ThroughputPlan | None  # layers and routes; None: each peer holds the whole model
+
+
+def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float) -> Outlook:
+    """Predict the speed and layers of a swarm without simulating it.
+
+    Args:
+        run: As for `forecast`, like the next two.
+        topology: The peers and their links.
+        machines: Each peer's machine.
+        seconds: Limit of the search for a plan, if not every peer can hold the whole model.
+
+    Raises:
+        UserError: If the peers together cannot hold the model.
+    """
+    if all(one.whole_bytes <= one.memory_bytes for one in machines):
+        speed = Figure(
+            TRAINING_SHARE * sum(one.tokens_per_s for one in machines),
+            sum(one.low * one.tokens_per_s for one in machines),
+            sum(one.high * one.tokens_per_s for one in machines),
+        )
+        limit = "compute: each peer holds the whole model, and training waits for no link"
+        return Outlook(speed, ((0, run.model.depth + 2),) * len(machines), limit, None)
+    if topology is None:
+        needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
+        raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
+    topology = _with_costs(topology, machines)
+    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=time.monotonic))
+    spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
+    promised = plan.throughput["tokens_per_s"]
+    low, high = ROUTED_SHARES
+    speed = _of_devices(Figure(ROUTED_SHARE * promised, low * promised, high * promised), machines)
+    return Outlook(speed, spans, _limit(plan, topology, run), plan)
 
 
 def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 20.0) -> Forecast:
@@ -91,40 +137,34 @@ def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine]
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    whole = [one.whole_bytes <= one.memory_bytes for one in machines]
-    if topology is None or all(whole):
-        if not all(whole):
-            needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
-            raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
-        return _whole_models(run, topology, machines, seconds)
-    topology = replace(topology, costs=tuple(one.costs for one in machines))
-    budget = SearchBudget(PLANNING_SHARE * seconds, clock=time.monotonic)
-    plan = throughput_plan(topology, run, "genetic", 0, budget)
-    spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
-    rates, found = _played(run, topology, machines, spans, plan, (1 - PLANNING_SHARE) * seconds)
+    first = outlook(run, topology, machines, PLANNING_SHARE * seconds)
+    speed, spans, plan = first.tokens_per_s, first.spans, first.plan
+    if topology is None:
+        nothing_NN = np.zeros((1, 1))
+        alone = PairTraffic(nothing_NN, nothing_NN, nothing_NN)
+        return Forecast(speed, spans, alone, ((0.0, ""),), first.limit)
+    if plan is None:
+        _, pairs, windows = _played(run, topology, machines, spans, None, seconds)
+        return Forecast(speed, spans, pairs, windows, first.limit)
+    topology = _with_costs(topology, machines)
+    rates, pairs, windows = _played(run, topology, machines, spans, plan, (1 - PLANNING_SHARE) * seconds)
     promised = plan.throughput["tokens_per_s"]
     if rates is None:
-        speed = Figure(ROUTED_SHARE * promised, 0.1 * promised, promised)
-        found = replace(found, pairs=found.pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE))
+        pairs = pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE)
     else:
-        speed = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, min(promised, rates.tokens * ROUTED_RANGE))
+        played = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
+        speed = _of_devices(played, machines)
+    return Forecast(speed, spans, pairs, windows, first.limit)
+
+
+def _with_costs(topology: Topology, machines: Sequence[Machine]) -> Topology:
+    return replace(topology, costs=tuple(one.costs for one in machines))
+
+
+def _of_devices(speed: Figure, machines: Sequence[Machine]) -> Figure:
+    """Return a swarm's speed with its range extended by the range of the devices' speeds."""
     low, high = min(one.low for one in machines), max(one.high for one in machines)
-    speed = Figure(speed.mid, speed.low * low, speed.high * high)
-    return replace(found, tokens_per_s=speed, limit=_limit(plan, topology, run))
-
-
-def _whole_models(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float) -> Forecast:
-    """Return the forecast of a swarm whose peers all hold the whole model."""
-    spans = ((0, run.model.depth + 2),) * len(machines)
-    speed = Figure(
-        TRAINING_SHARE * sum(one.tokens_per_s for one in machines),
-        sum(one.low * one.tokens_per_s for one in machines),
-        sum(one.high * one.tokens_per_s for one in machines),
-    )
-    limit, nothing_NN = "compute: each peer holds the whole model, and training waits for no link", np.zeros((1, 1))
-    if topology is None:
-        return Forecast(speed, spans, PairTraffic(nothing_NN, nothing_NN, nothing_NN), ((0.0, ""),), limit)
-    return replace(_played(run, topology, machines, spans, None, seconds)[1], tokens_per_s=speed, limit=limit)
+    return Figure(speed.mid, speed.low * low, speed.high * high)
 
 
 def _played(
@@ -134,23 +174,22 @@ def _played(
     spans: tuple[tuple[int, int], ...],
     plan: ThroughputPlan | None,
     seconds: float,
-) -> tuple[Rates | None, Forecast]:
-    """Return the rates that the simulator measured, and a forecast that lacks tokens/s and the limit.
+) -> tuple[Rates | None, PairTraffic, Windows]:
+    """Return the rates that the simulator measured, the traffic, and the windows.
 
-    If the swarm is too large to simulate, the rates are None, and the forecast's traffic is that of gossip only. The
-    simulator does not limit gossip by processors. So it gets windows that are at least as long as the upper median of
-    the lengths that the peers' processors need.
+    If the swarm is too large to simulate, the rates are None, and the traffic is that of gossip only. The simulator
+    does not limit gossip by processors. So it gets windows that are at least as long as the upper median of the lengths
+    that the peers' processors need.
     """
-    gossip, nothing = _gossip(run, topology, machines, spans), Figure(0.0, 0.0, 0.0)
+    gossip = _gossip(run, topology, machines, spans)
     if len(topology) > MOST_PLAYED:
         windows = tuple(zip(gossip.period_s.tolist(), gossip.bound, strict=True))
-        return None, Forecast(nothing, spans, _predicted(run, topology, machines, spans, gossip), windows, "")
+        return None, _predicted(run, topology, machines, spans, gossip), windows
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
     rates = play(run, topology, machines, plan, least_s, seconds)
     by_cores = least_s > run.gossip.window_s
     pairs = between_windows(rates, run.gossip.window_s, gossip.cycle_s).within(topology)
-    windows = tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
-    return rates, Forecast(nothing, spans, pairs, windows, "")
+    return rates, pairs, tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
 
 
 def between_windows(rates: Rates, window_s: float, cycle_N: Floats) -> PairTraffic:

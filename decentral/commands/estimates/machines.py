@@ -10,6 +10,7 @@ from decentral.commands.estimates.cards import Card, card
 from decentral.commands.estimates.own_speed import step_s
 from decentral.commands.estimates.places import PeerGroup
 from decentral.commands.estimates.traffic import Gossiper
+from decentral.core import config
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import Config
 from decentral.core.layer_work import FORWARD_PART, KindCost, KindCosts
@@ -23,8 +24,13 @@ from decentral.scheduler.throughput.layer_costs import UTILISATION
 MEASURED_UTILISATION = (0.14, 0.5)
 WITHOUT_BF16 = 0.2  # for a card that has no bf16 units, the lower end of the range is multiplied by this
 MEASURED_HERE = (0.75, 1.15)  # a run on this machine is expected to reach the measured tokens/s times this range
+# The same range, if the speed follows from the FLOP/s of the small model that these overrides describe.
+FLOPS_HERE = (0.5, 2.0)
+SMALL_RUN = ("model.depth=3", "model.width=256", "model.context=256", "train.micro_batch=4", "train.optimizer=adamw")
 HOST_CORES = 8  # each card's host is assumed to have this many processor cores; gossip may use some of them
 AUTO_SEQUENCES = 16  # a micro-batch has at most this many sequences if `train.micro_batch` is auto
+BRIEFLY_S = 0.5  # at least so many seconds of steps of SMALL_RUN are timed
+IN_PARTS_ROOM = 1.5  # peers that hold parts of the model need more memory, since several micro-batches are in flight
 CARD = Device(torch.device("cuda"), torch.bfloat16)
 NEWTON_SCHULZ = 5  # iterations of a Muon step, each with three products
 
@@ -47,39 +53,59 @@ class Machine:
         return _whole_bytes(self.needs)
 
 
-def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
+def machines_of(run: Config, groups: Sequence[PeerGroup], own_flops: float | None = None) -> list[Machine]:
     """Return each group's machine, from a card's published speed or, for `cpu`, from a measurement on this machine.
 
-    The measurement assumes that the peers on `cpu` of all groups share this machine.
+    Args:
+        run: The run's config, with a number as `train.micro_batch`.
+        groups: The peers. All peers on `cpu` are assumed to share this machine.
+        own_flops: FLOP/s of a peer on this machine, from `flops_here`; None: a step of the run's own model is timed,
+            which is more precise and takes longer.
 
     Raises:
         UserError: If a device is neither in the table nor this machine.
     """
-    own = [group.is_own for group in groups]
-    known = [None if is_own else card(group.device) for group, is_own in zip(groups, own, strict=True)]
-    here = sum(group.count for group, is_own in zip(groups, own, strict=True) if is_own)
-    measured = _measured(run, here) if here else None
+    here = peers_here(groups)
+    measured = _measured(run, here, own_flops) if here else None
+    known = [None if group.is_own else card(group.device) for group in groups]
     return [one for found in known if (one := measured if found is None else _published(run, found))]
+
+
+def peers_here(groups: Sequence[PeerGroup]) -> int:
+    """Return the number of peers on this machine's processor."""
+    return sum(group.count for group in groups if group.is_own)
+
+
+def flops_here(peers: int) -> float:
+    """Return the FLOP/s that each of `peers` peers on this machine's processor reaches with a small model.
+
+    It is timed briefly. Larger models usually reach more.
+    """
+    run = config.load(None, SMALL_RUN)
+    return _flops_of_step(run) / step_s(run, peers, BRIEFLY_S)
 
 
 def with_micro_batch(run: Config, groups: Sequence[PeerGroup]) -> Config:
     """Return the config with a number in place of `train.micro_batch: auto`.
 
-    It is the largest power of two up to AUTO_SEQUENCES with which every peer holds the whole model, or 1.
+    It is the largest power of two up to AUTO_SEQUENCES with which every peer holds the whole model. If there is none,
+    it is the largest with which all peers together have IN_PARTS_ROOM times the memory for one whole model, or 1.
     """
     if run.train.micro_batch != "auto":
         return run
-    here = sum(group.count for group in groups if group.is_own)
-    sequences, found = AUTO_SEQUENCES, run
+    here = peers_here(groups)
+    sequences, together = AUTO_SEQUENCES, []
     while sequences >= 1:
         found = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": sequences})})
-        by_card = memory.needs_on(found, CARD)
-        free = [card(group.device).memory_bytes - _whole_bytes(by_card) for group in groups if not group.is_own]
-        free += [machine_bytes() / here - _whole_bytes(memory.needs(found))] if here else []
-        if min(free) >= 0:
-            break
+        by_card = _whole_bytes(memory.needs_on(found, CARD))
+        cards = [(card(group.device).memory_bytes, by_card, group.count) for group in groups if not group.is_own]
+        own = [(machine_bytes() / here, _whole_bytes(memory.needs(found)), here)] if here else []
+        if all(has >= needs for has, needs, _ in [*cards, *own]):
+            return found
+        if sum(count * has / needs for has, needs, count in [*cards, *own]) >= IN_PARTS_ROOM:
+            together.append(found)
         sequences //= 2
-    return found
+    return together[0] if together else found
 
 
 def _whole_bytes(needs: MemoryNeeds) -> int:
@@ -103,15 +129,15 @@ def _published(run: Config, found: Card) -> Machine:
     return Machine(found.memory_bytes, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
 
 
-def _measured(run: Config, peers: int) -> Machine:
-    """Return this machine, shared by `peers` peers that train on its processor."""
-    took_s, cores = step_s(run, peers), os.cpu_count() or 1
+def _measured(run: Config, peers: int, own_flops: float | None) -> Machine:
+    """Return this machine, shared by `peers` peers that train on its processor; `own_flops` as for `machines_of`."""
+    took_s, cores = _flops_of_step(run) / own_flops if own_flops else step_s(run, peers), os.cpu_count() or 1
     tokens_per_s = step_tokens(run) / took_s
     flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
     seconds = [one / sum(flops) / tokens_per_s for one in flops]
     needs, busy = memory.needs(run), min(1.0, cores / peers)
     gossiper = Gossiper(took_s, busy, max(0.0, cores - peers))
-    low, high = MEASURED_HERE
+    low, high = FLOPS_HERE if own_flops else MEASURED_HERE
     return Machine(machine_bytes() / peers, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
 
 
@@ -134,6 +160,11 @@ def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCos
         state = round(state_bytes * parameters[at])
         costs.append(KindCost(each_s * FORWARD_PART, each_s * (1 - FORWARD_PART), activation_bytes, state))
     return KindCosts(costs[0], costs[1], costs[2])
+
+
+def _flops_of_step(run: Config) -> float:
+    """Return the FLOPs of a peer's optimizer step through the whole model."""
+    return step_tokens(run) * sum(run.model.layer_flops) + _optimizer_flops(run)
 
 
 def _optimizer_flops(run: Config) -> float:

@@ -32,11 +32,11 @@ FEWER_BLOCKS = (1, 3)  # for a larger model, two models with these numbers of bl
 MOST_PARAMETERS = 60e6
 NARROW_WIDTH, NARROW_VOCABULARY = 256, 4096
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 50
-TIMED_S = 3.0  # more than LEAST_STEPS steps are timed until all timed steps together have taken this long
+TIMED_S = 3.0  # `timed_s` of `step_s`, unless the caller has less time
 MOST_TIMED = 16  # at most this many processes are timed at the same time
 
 
-def step_s(run: Config, peers: int) -> float:
+def step_s(run: Config, peers: int, timed_s: float = TIMED_S) -> float:
     """Return the seconds of a training step on this processor while `peers` peers train here.
 
     Several processes are timed at the same time, because cores share caches and memory: one for each peer, but not more
@@ -45,6 +45,7 @@ def step_s(run: Config, peers: int) -> float:
     Args:
         run: The run's config; `train.micro_batch` must be a number.
         peers: Number of peers on this machine, each with one process.
+        timed_s: More than LEAST_STEPS steps are timed until all timed steps together have taken this long.
 
     Raises:
         UserError: If this machine has too little memory for the models that would be timed.
@@ -54,10 +55,10 @@ def step_s(run: Config, peers: int) -> float:
     at_once = max(1, min(peers, cores // threads, MOST_TIMED))
     _check_memory(run, at_once)
     if at_once == 1:
-        found = [_alone(run, threads)]
+        found = [_alone(run, threads, timed_s)]
     else:
         with ProcessPoolExecutor(at_once, mp_context=get_context("spawn")) as pool:
-            timed = [pool.submit(_alone, run, threads) for _ in range(at_once)]
+            timed = [pool.submit(_alone, run, threads, timed_s) for _ in range(at_once)]
             found = [one.result() for one in timed]
     return median(found) * max(1.0, peers * threads / cores)
 
@@ -79,12 +80,12 @@ def _timed_runs(run: Config) -> list[Config]:
     return fewer if sum(fewer[-1].model.layer_parameters[1:]) <= MOST_PARAMETERS else [narrowed(run)]
 
 
-def _alone(run: Config, threads: int) -> float:
+def _alone(run: Config, threads: int, timed_s: float) -> float:
     """Return the seconds of a step in this process, with `threads` threads."""
     torch.set_num_threads(threads)
     keep_what_is_freed()
     runs = _timed_runs(run)
-    took_s = [_timed(one) for one in runs]
+    took_s = [_timed(one, timed_s) for one in runs]
     if len(runs) == 1:
         return took_s[0] * _step_flops(run) / _step_flops(runs[0])
     few, more = FEWER_BLOCKS
@@ -120,7 +121,7 @@ def _step_flops(run: Config) -> float:
     return sum(run.model.layer_flops) * int(run.train.micro_batch)
 
 
-def _timed(run: Config) -> float:
+def _timed(run: Config, timed_s: float) -> float:
     """Return the median seconds of a step on random tokens, without the first WARM_STEPS steps.
 
     Processor time is measured, divided by the number of threads, so that other running programs do not count.
@@ -139,7 +140,7 @@ def _timed(run: Config) -> float:
 
     took_s: list[float] = []
     while len(took_s) < WARM_STEPS + LEAST_STEPS or (
-        sum(took_s[WARM_STEPS:]) < TIMED_S and len(took_s) < WARM_STEPS + MOST_STEPS
+        sum(took_s[WARM_STEPS:]) < timed_s and len(took_s) < WARM_STEPS + MOST_STEPS
     ):
         began = time.process_time()
         train_step(span.forward, fetch, span.inner, len(took_s), train, device)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from decentral.commands.estimates.cards import OWN
+from decentral.commands.estimates.cards import OWN, card
 from decentral.core import quantities
 from decentral.core.errors import UserError
 from decentral.core.plain_text import plain_text
@@ -27,6 +27,8 @@ ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # link between two places
 NO_PLACE = "here"  # name of the place of all groups for which the user names no place
 MOST_ESTIMATED = topologies.MOST_TOPOLOGY_PEERS
 MBIT = 1e6 / 8
+# Words that end the name of a device; another last word of a group is the name of its place.
+LAST_OF_DEVICE = re.compile(r"ti|super|ada|pcie|sxm\d?|hbm\d?e?|\d*gi?b|[a-z]?\d{2,4}[a-z]?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def groups_of(text: str) -> list[PeerGroup]:
     """Return the groups of peers in a text such as `4x4090 home:50/500, 8xA100 oregon`.
 
     Raises:
-        UserError: If a part has another form, a place has two links, or there are more than MOST_ESTIMATED peers.
+        UserError: If a part has another form, a device is unknown, a place has two links, or there are more than
+            MOST_ESTIMATED peers.
     """
     groups = [_group(part.strip()) for part in text.split(",")]
     places: dict[str, SharedPlace] = {}
@@ -71,6 +74,8 @@ def groups_of(text: str) -> list[PeerGroup]:
         if known and not known.assumed and not new.assumed and known != new:
             raise UserError(f"--peers: {new.name} has two different links; give its UP/DOWN once")
         places[new.name] = new if known is None or known.assumed else known
+        if not group.is_own:
+            card(group.device)
     if sum(group.count for group in groups) > MOST_ESTIMATED:
         raise UserError(f"--peers expects at most {MOST_ESTIMATED} peers; got {sum(group.count for group in groups)}")
     return [replace(group, place=places[group.place.name]) for group in groups]
@@ -85,7 +90,7 @@ def _group(text: str) -> PeerGroup:
     if not count:
         raise UserError(f"--peers: expected at least 1 peer in {text!r}")
     last = words[-1]
-    named = len(words) > 1 and not re.fullmatch(r"(?i)ti|super|ada|pcie|\d+gb|[a-z]?\d{2,4}[a-z]?", last)
+    named = len(words) > 1 and not LAST_OF_DEVICE.fullmatch(last)
     return PeerGroup(count, " ".join(words[:-1] if named else words), _place(last if named else NO_PLACE))
 
 

@@ -25,7 +25,7 @@ ROW = (  # browsers get a peer as a list of these values
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
     *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s", "evaluated", "name", "bound", "saved"),
-    "mfu",
+    *("mfu", "own"),
 )
 
 
@@ -254,7 +254,7 @@ class PeerView:
             *([outcomes[outcome] for outcome in OUTCOMES], dict(reasons)),
             *(work.sent_bytes, work.received_bytes, round(network.up), round(network.down)),
             *(round(network.latency_s, 4), round(network.window_s, 2), round(progress.evaluated, 1)),
-            *(device.name, network.bound, round(progress.saved, 1), progress.mfu),
+            *(device.name, network.bound, round(progress.saved, 1), progress.mfu, self.own),
         ]
 
 

@@ -40,6 +40,7 @@ def test_routers_are_told_by_how_others_see_this_machine(observed: list[str], sa
     assert said in network.address_translation(OWN, seen(*observed)).seen
 
 
+CAME = DialBack(DialStatus.OK, "/ip4/8.8.8.8/tcp/4001", "")
 DROPPED = DialBack(DialStatus.ERROR, "", "dial failed")
 TOO_OFTEN = DialBack(DialStatus.REFUSED, "", "too many dials")
 
@@ -49,7 +50,7 @@ def reachability(observed: str, *came: DialBack, own: list[str] = OWN) -> Findin
 
 
 def test_one_peer_that_dials_back_is_enough() -> None:
-    found = reachability("/ip4/8.8.8.8/tcp/4001", DROPPED, DialBack(DialStatus.OK, "/ip4/8.8.8.8/tcp/4001", ""))
+    found = reachability("/ip4/8.8.8.8/tcp/4001", DROPPED, CAME)
     assert found.state == FindingState.OK
     assert "1 of 2 peers dialled back" in found.seen
 
@@ -78,6 +79,31 @@ def test_what_peers_do_not_dial_is_unknown() -> None:
 def test_a_peer_that_listens_to_itself_only_cannot_be_reached() -> None:
     found = reachability("/ip4/8.8.8.8/tcp/4001", own=["/ip4/127.0.0.1/tcp/4001"])
     assert "--listen /ip4/0.0.0.0" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("address", "came", "state", "said"),
+    [
+        ("/ip4/8.8.8.8/tcp/4001", [CAME, DROPPED], FindingState.OK, "good, 1 of 2 peers"),
+        ("/ip4/8.8.8.8/tcp/4001", [DROPPED, DROPPED], FindingState.WARN, "not good, none of 2 peers could connect"),
+        ("/ip4/8.8.8.8/tcp/4001", [], FindingState.UNKNOWN, "no peer has tried it"),
+        ("/dns4/ann.example.org/tcp/4001", [TOO_OFTEN], FindingState.UNKNOWN, "no peer has tried it"),
+        ("/ip4/192.168.0.7/tcp/4001", [TOO_OFTEN], FindingState.UNKNOWN, "a private address, good only inside"),
+    ],
+)
+def test_an_announced_address_is_said_to_be_good_or_not(
+    address: str, came: list[DialBack], state: FindingState, said: str
+) -> None:
+    found = network.announced([address], came)
+    assert found.state == state
+    assert found.seen.startswith(f"announced is {address}: ")
+    assert said in found.seen
+
+
+def test_the_announced_address_of_a_running_peer_is_tried_from_another_machine() -> None:
+    found = network.announced(["/ip4/8.8.8.8/tcp/4001"], [DROPPED], PeerId("QmA"))
+    assert found.state == FindingState.UNKNOWN
+    assert "decentral.doctor --join /ip4/8.8.8.8/tcp/4001/p2p/QmA" in found.remedy
 
 
 def test_real_daemons_say_how_they_see_each_other_and_dial_no_private_addresses(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 
+from decentral.commands.estimates.estimating import held
 from decentral.commands.estimates.forecast import BYTES_RANGE, between_windows
+from decentral.commands.estimates.machines import with_micro_batch
 from decentral.commands.estimates.places import MBIT, groups_of, topology_of
 from decentral.commands.estimates.playing import Rates
+from decentral.commands.estimates.sizes import with_shape
+from decentral.core import config
 
 SENT_NN = np.array([[0.0, 100.0], [300.0, 0.0]])
 NO_CYCLE = np.zeros(2)
@@ -37,3 +41,24 @@ def test_no_case_has_more_bytes_than_the_link_carries() -> None:
     uplink = 8 * MBIT
     assert [one[1, 0] for one in (found.low_NN, found.mid_NN, found.high_NN)] == pytest.approx([uplink] * 3)
     assert found.low_NN[0, 1] < found.mid_NN[0, 1] <= found.high_NN[0, 1] <= uplink * 1.001
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([(0, 4), (0, 4)], "whole model"),
+        ([(0, 4), (0, 0)], "1 of 2 peers: whole model"),
+        ([(0, 1), (1, 4), (0, 0)], "2 of 3 peers: 1 to 3 of 4 layers"),
+        ([(0, 2), (2, 4)], "2 of 4 layers"),
+        ([(0, 0)], "0 of 4 layers"),
+    ],
+)
+def test_it_is_said_which_part_of_the_model_peers_hold(spans: list[tuple[int, int]], said: str) -> None:
+    assert held(config.load(None), spans) == said
+
+
+def test_peers_that_hold_parts_step_with_as_many_sequences_as_they_have_room_for() -> None:
+    """The work of an optimizer step does not grow with its sequences, so that small steps are slow."""
+    run = with_shape(config.load(None), "1B", frozenset())
+    for peers, sequences in (("8xH100 lab", 16), ("4x3080 lab", 4), ("2x3080 lab", 1)):
+        assert with_micro_batch(run, groups_of(peers)).train.micro_batch == sequences

@@ -15,7 +15,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The runs that were timed, on a machine that computes FLOPS_PER_S."""
     runs: list[Config] = []
 
-    def step(run: Config) -> float:
+    def step(run: Config, timed_s: float) -> float:
         runs.append(run)
         tokens = int(run.train.micro_batch) * run.train.accumulate * run.model.context
         return sum(run.model.layer_flops) * tokens / FLOPS_PER_S
@@ -34,14 +34,14 @@ def run_of(size: str, *overrides: str) -> Config:
 def test_a_step_takes_the_time_of_its_flops_whatever_is_timed(size: str, timed: list[Config]) -> None:
     run = run_of(size)
     tokens = 8 * run.train.accumulate * run.model.context
-    assert own_speed._alone(run, 1) == pytest.approx(sum(run.model.layer_flops) * tokens / FLOPS_PER_S)
+    assert own_speed._alone(run, 1, 1.0) == pytest.approx(sum(run.model.layer_flops) * tokens / FLOPS_PER_S)
 
 
 @pytest.mark.parametrize("size", ["85M", "350M", "1B", "70B"])
 def test_no_model_is_timed_whose_step_takes_minutes(size: str, timed: list[Config]) -> None:
     run = run_of(size)
     many_tokens = run.model_copy(update={"model": run.model.model_copy(update={"vocabulary": 128_000})})
-    own_speed._alone(many_tokens, 1)
+    own_speed._alone(many_tokens, 1, 1.0)
     assert max(sum(one.model.layer_parameters[1:]) for one in timed) <= own_speed.MOST_PARAMETERS
 
 

@@ -21,6 +21,9 @@ def test_a_group_has_a_count_a_device_and_a_place_with_its_link() -> None:
         ("RTX 4090", "RTX 4090", "here"),
         ("2x RTX 4070 Ti Super porto", "RTX 4070 Ti Super", "porto"),
         ("A100 80GB", "A100 80GB", "here"),
+        ("8xA100-SXM4-80GB oregon", "A100-SXM4-80GB", "oregon"),
+        ("A100 80 GB", "A100 80 GB", "here"),
+        ("H100 80GB HBM3", "H100 80GB HBM3", "here"),
         ("cpu lab1", "cpu", "lab1"),
         ("RTX 6000 Ada lab", "RTX 6000 Ada", "lab"),
     ],
@@ -59,6 +62,7 @@ def test_peers_of_one_place_share_its_link_and_a_peer_alone_has_it() -> None:
         ("0x4090", "at least 1 peer"),
         ("9999x4090", "at most 4096 peers"),
         ("4090 home:fast", "expected a rate in Mb/s"),
+        ("4x4091 home", r"unknown device .4091.*did you mean RTX 4090"),
     ],
 )
 def test_what_is_wrong_is_one_clear_line(text: str, line: str) -> None:
@@ -71,8 +75,29 @@ def test_a_card_is_found_by_the_names_that_people_and_drivers_use(name: str) -> 
     assert card(name).name == "RTX 4090"
 
 
-def test_the_memory_tells_cards_of_one_name_apart() -> None:
-    assert card("A100").memory_bytes < card("A100-80GB").memory_bytes
+@pytest.mark.parametrize(
+    ("name", "memory_gb"),
+    [
+        ("A100", 40),
+        ("A100-40GB", 40),
+        ("NVIDIA A100-PCIE-40GB", 40),
+        ("A100-80GB", 80),
+        ("a100_80g", 80),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("A100 80GB PCIe", 80),
+        ("Tesla V100-SXM2-16GB", 16),
+        ("V100-32GB", 32),
+    ],
+)
+def test_the_memory_tells_cards_of_one_name_apart(name: str, memory_gb: float) -> None:
+    assert card(name).memory_bytes == memory_gb * 1e9
+
+
+def test_a_card_with_one_size_of_memory_is_found_with_and_without_it() -> None:
+    assert card("NVIDIA H100 80GB HBM3") == card("H100 SXM5") == card("H100")
+    assert card("RTX 4090 24GB") == card("4090")
+    assert card("H100 PCIe") != card("H100")
+    assert card("A10G") != card("A10")
 
 
 def test_an_unknown_card_names_the_nearest() -> None:

@@ -79,6 +79,13 @@ def four_peers(page: Served) -> None:
     page.publish(8.0)
 
 
+def told_by_record(page: Served, peer: str, region: str) -> None:
+    profile = {"device": "cpu", "memory_bytes": 1, "flops": 1.0, "tokens_per_s": 1.0, "region": region}
+    numbers = {"time": 8.0, "first": 0, "last": 4, "step": 0, "lr_step": 0, "tokens": 0}
+    record = {"run": "test-000000", "addresses": [], "profile": profile, "phase": "training", **numbers}
+    page.tell("", 8.0, "record", peer=peer, record=record)
+
+
 def row(peer: str) -> str:
     return f"tr:has([title={peer}])"
 
@@ -142,15 +149,32 @@ def test_a_page_with_a_thousand_peers_on_a_phone_is_as_wide_as_the_phone(served:
 def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> None:
     four_peers(served)
     for number in range(600):
-        profile = {"device": "cpu", "memory_bytes": 1, "flops": 1.0, "tokens_per_s": 1.0, "region": f"region {number}"}
-        numbers = {"time": 8.0, "first": 0, "last": 4, "step": 0, "lr_step": 0, "tokens": 0}
-        record = {"run": "test-000000", "addresses": [], "profile": profile, "phase": "training", **numbers}
-        served.tell("", 8.0, "record", peer=f"Qm{number:040d}", record=record)
+        told_by_record(served, f"Qm{number:040d}", f"region {number}")
     served.publish(8.0)
     with browsing(served.url) as driver:
         until(driver, lambda: "604 peers train" in text(driver, "#verdict"))
         until(driver, lambda: "1 to 20 of 604" in text(driver, "#page"))
         assert "in 602 regions" in text(driver, "#map-note")
+        assert complaints(driver) == []
+
+
+def test_the_peers_of_the_page_s_own_machine_are_marked_if_there_are_others(served: Served) -> None:
+    four_peers(served)
+    for peer in PEERS:
+        served.tell(peer, 8.0, "continued", peer=peer, name="a name of thirty-two characters!", device="cpu", last=4)
+    served.publish(8.0)
+    with browsing(served.url, width=1024) as driver:
+        until(driver, lambda: "4 peers train" in text(driver, "#verdict"))
+        assert driver.find_elements(By.CSS_SELECTOR, ".here") == []
+        told_by_record(served, f"Qm{'y' * 44}", "oregon")
+        served.publish(8.0)
+        until(driver, lambda: "5 peers train" in text(driver, "#verdict"))
+        marked = driver.find_elements(By.CSS_SELECTOR, ".peers .here")
+        assert [one.text for one in marked] == ["this machine"] * 4
+        table = "const one = document.querySelector('.peers .scroll'); return one.scrollWidth - one.clientWidth"
+        assert driver.execute_script(table) == 0
+        driver.find_element(By.ID, "filter").send_keys("this machine")
+        assert len(driver.find_elements(By.CSS_SELECTOR, ".peers tbody tr")) == 4
         assert complaints(driver) == []
 
 

@@ -16,7 +16,7 @@ export function large(value) {
 export function bytes(value) {
   if (!value) return "0 B";
   for (const [size, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]])
-    if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
+    if (value >= size) return `${(value / size).toFixed(value < 100 * size ? 1 : 0)} ${unit}`;
   return `${Math.round(value)} B`;
 }
 

@@ -12,6 +12,7 @@ import { peers, swarm } from "./store.js";
 
 const FEW = 24; // a map of at most this many peers names each peer and draws all links
 const REGIONS = 24; // most regions; further ones, the smallest, share one place: peers choose their regions' names
+const MORE_ROOM = 56; // a second line below a name needs a region of this radius, in pixels
 const WRITTEN = 8; // a map of at most this many links has each link's figures
 const USED_S = 6; // an exchange is shown for this time
 const GONE_S = 60; // a peer that is gone is shown for this time, a lost one until it is acknowledged
@@ -85,8 +86,8 @@ function place(shown) {
     const center = { x: ((index % columns) + 0.5) * cell.w, y: (Math.floor(index / columns) + 0.5) * cell.h };
     const members = regions.get(name).sort((a, b) => a.number - b.number);
     const room = Math.max(2, Math.min(cell.w, cell.h) / 2 - (names.length > 1 ? 16 : 10)); // a canvas draws no negative radius
-    state.regions.push({ name, ...center, wide: room * stretched(cell), radius: room, count: members.length });
-    members.forEach((peer, position) => state.spots.set(peer.number, { peer, ...spot(center, room, cell, position, members.length), r: size(peer, most, members.length, room) }));
+    state.regions.push({ name: `${name || "no region named"} (${members.length})`, most: cell.w - 6, ...center, wide: room * stretched(cell), radius: room });
+    members.forEach((peer, position) => state.spots.set(peer.number, { peer, room, wide: members.length === 1 ? cell.w : cell.w / 2, ...spot(center, room, cell, position, members.length), r: size(peer, most, members.length, room) }));
   });
 }
 
@@ -141,7 +142,7 @@ function regions(pen, colors) {
     pen.fillStyle = colors.faint;
     pen.fill();
     pen.fillStyle = colors.soft;
-    pen.fillText(`${region.name || "no region named"} (${region.count})`, region.x, region.y + region.radius + 14);
+    pen.fillText(fitting(pen, region.name, region.most), region.x, region.y + region.radius + 14);
   }
 }
 
@@ -182,7 +183,8 @@ function line(pen, colors, link, few) {
 function figures(pen, colors, links) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
-  const taken = [...state.spots.values()].map(({ x, y, r }) => [x - r - 18, y - r, x + r + 18, y + r + 18]);
+  const taken = [...state.spots.values()].map(({ peer, x, y, r }) => [x - r - 18, y - r, x + r + 18, y + r + (peer.here || !peer.live ? 30 : 18)]);
+  if (state.regions.length > 1) for (const { x, y, radius, most } of state.regions) taken.push([x - most / 3, y + radius + 2, x + most / 3, y + radius + 18]);
   for (const link of links) {
     const [a, b] = [state.spots.get(link.low), state.spots.get(link.high)];
     const best = Math.max(link.to_low, link.to_high);
@@ -204,7 +206,7 @@ function figures(pen, colors, links) {
   }
 }
 
-function disc(pen, colors, { peer, x, y, r }, few) {
+function disc(pen, colors, { peer, x, y, r, room, wide }, few) {
   const single = swarm.timeline.series[`loss ${peer.number}`] !== undefined;
   pen.beginPath();
   pen.arc(x, y, r, 0, 2 * Math.PI);
@@ -223,7 +225,18 @@ function disc(pen, colors, { peer, x, y, r }, few) {
   pen.font = "600 11px ui-monospace, monospace";
   pen.textAlign = "center";
   pen.fillStyle = peer.live ? colors.ink : colors.bad;
-  pen.fillText(peer.live ? peer.label : `${peer.label} ${peer.state}`, x, y + r + 14);
+  const most = Math.min(wide, 2 * x, 2 * ($("map").parentElement.clientWidth - x)) - 4;
+  pen.fillText(fitting(pen, peer.label, most), x, y + r + 14);
+  const more = peer.live ? (peer.here ? "(this machine)" : "") : `(${peer.state})`;
+  if (room >= MORE_ROOM) pen.fillText(fitting(pen, more, most), x, y + r + 26);
+}
+
+// Returns a text that is cut so that it is at most so many pixels wide.
+function fitting(pen, text, most) {
+  if (pen.measureText(text).width <= most) return text;
+  let cut = text;
+  while (cut && pen.measureText(`${cut}…`).width > most) cut = cut.slice(0, -1);
+  return `${cut}…`;
 }
 
 function cross(pen, colors, x, y, r) {
@@ -271,7 +284,7 @@ function point(peer) {
   $("map").style.cursor = one ? "pointer" : "";
   if (one) {
     const known = one.peer;
-    tip.textContent = [`${known.label}: ${known.state}`, [known.device, known.region].filter(Boolean).join(", "), `loss ${number(known.loss)}, ${large(known.tokens_per_s)} tokens/s`, known.last ? `layers ${known.first} to ${known.last - 1}` : ""].filter(Boolean).join("\n");
+    tip.textContent = [`${known.label}: ${known.state}`, known.here ? "on this machine" : "", [known.device, known.region].filter(Boolean).join(", "), `loss ${number(known.loss)}, ${large(known.tokens_per_s)} tokens/s`, known.last ? `layers ${known.first} to ${known.last - 1}` : ""].filter(Boolean).join("\n");
     tip.style.left = `${Math.min(one.x + 12, $("map").clientWidth - 180)}px`;
     tip.style.top = `${Math.max(0, one.y - 60)}px`;
   }

@@ -5,7 +5,7 @@ import { age, bytes, clock, delay, large, number, percent, rate, span, time as c
 import { acknowledge, lost, lostWords } from "./lost.js";
 import { choose, view } from "./selection.js";
 import { label, peers, swarm } from "./store.js";
-import { place, times } from "./table.js";
+import { here, place, times } from "./table.js";
 
 const SIGNS = { bad: "Wrong", warning: "Look at" };
 const LOST_SHOWN = 6; // so many lost peers are listed one by one
@@ -156,7 +156,7 @@ function chosen() {
     return [label(other), `${rate(from)} from it, ${delay(link.latency_s)}, ${link.done} done${link.failed ? `, ${link.failed} failed` : ""}`];
   });
   fill($("one"),
-    make("div", { class: "head" }, make("h2", { id: "one-title" }, `Peer ${peer.label}`), make("button", { type: "button", on: () => choose(null) }, "Close")),
+    make("div", { class: "head" }, make("h2", { id: "one-title" }, `Peer ${peer.label}`, here(peer)), make("button", { type: "button", on: () => choose(null) }, "Close")),
     make("p", { class: "id" }, peer.peer),
     make("div", { class: "columns" },
       pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["in this state since", `${at(peer.since)}, ${span(swarm.now - peer.since)}`], ["last heard", peer.heard ? `${at(peer.heard)}${ago(peer.heard)}` : "–"], ["device", place(peer) || "–"], ["software", peer.software || "–"],
@@ -211,7 +211,7 @@ function leaders() {
     const peer = known.get(one.peer);
     const name = peer ? make("button", { type: "button", class: "peer", title: one.peer, on: () => choose(peer.number) }, peer.label) : make("span", { title: one.peer }, one.title);
     const bar = split([["share", one.share, color("training")]]);
-    const cells = [make("span", {}, `${at + 1}. `, name), percent(one.share, 1), bar, large(one.tokens), number(one.hours, 1), bytes(one.served_bytes), large(one.passed), large(one.failed), one.witnesses, large(one.claimed_tokens)];
+    const cells = [make("span", {}, `${at + 1}. `, name, peer ? here(peer) : null), percent(one.share, 1), bar, large(one.tokens), number(one.hours, 1), bytes(one.served_bytes), large(one.passed), large(one.failed), one.witnesses, large(one.claimed_tokens)];
     return make("tr", {}, ...cells.map((cell, column) => make("td", { class: columns[column][1] ?? "" }, cell)));
   });
   const head = make("tr", {}, ...columns.map(([title, kind]) => make("th", { scope: "col", class: kind ?? "" }, title)));

@@ -44,13 +44,15 @@ export function changes(told) {
 // Names each peer: by the name that its user chose. The end of its id follows if another peer has that name or id, or if
 // the name may look like another one: it is not plain ASCII, or differs from another one only by case. No name has square
 // brackets (core/plain_text.py), so none looks like another name with an id.
+// Marks the peers whose journals the page reads, so that a reader finds the machine's own peers among the others.
 function name() {
-  const counts = new Map();
+  const counts = new Map(), elsewhere = peers().some((peer) => !peer.own);
   for (const peer of swarm.peers.values())
     for (const one of [peer.name, peer.short]) counts.set(one.toLowerCase(), (counts.get(one.toLowerCase()) ?? 0) + 1);
   for (const peer of swarm.peers.values()) {
     const alone = /^[!-~]+( [!-~]+)*$/.test(peer.name) && counts.get(peer.name.toLowerCase()) === 1;
     peer.label = !peer.name ? peer.short : alone ? peer.name : `${peer.name} [${peer.short}]`;
+    peer.here = peer.own && elsewhere && !swarm.facts.past;
   }
 }
 

@@ -7,6 +7,7 @@ import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
 const ROWS = 20;
+const HERE = "this machine";
 const state = { sort: "number", down: false, from: 0, text: "" };
 
 // Each column: its title, the key to sort by, a function that returns a cell's content, and a style class.
@@ -14,16 +15,16 @@ const COLUMNS = [
   ["peer", "number", (peer) => name(peer), "left"],
   ["state", "state", (peer) => peer.state, "left"],
   ["device, region", "device", (peer) => make("span", { class: "place", title: place(peer) }, place(peer)), "left wide-only"],
-  ["layers", "first", (peer) => (peer.last ? `${peer.first}–${peer.last - 1}` : "–"), "wide-only"],
+  ["layers", "first", (peer) => (peer.last ? `${peer.first}–${peer.last - 1}` : "–"), "widest-only"],
   ["loss", "loss", (peer) => number(peer.loss)],
-  ["held-out", "held_out", (peer) => number(peer.held_out), "wide-only"],
+  ["held-out", "held_out", (peer) => number(peer.held_out), "wider-only"],
   ["tokens/s", "tokens_per_s", (peer) => large(peer.tokens_per_s || null)],
-  ["MFU", "mfu", (peer) => percent(peer.mfu), "wide-only"],
+  ["MFU", "mfu", (peer) => percent(peer.mfu), "widest-only"],
   ["tokens", "tokens", (peer) => large(peer.tokens || null), "wide-only"],
   ["time", "training", (peer) => (peer.shares ? split(times(peer)) : "–"), "left"],
   ["done/solo/failed", "failed", (peer) => peer.exchanges.join("/")],
   ["sent", "sent_bytes", (peer) => bytes(peer.sent_bytes), "wide-only"],
-  ["received", "received_bytes", (peer) => bytes(peer.received_bytes), "wide-only"],
+  ["received", "received_bytes", (peer) => bytes(peer.received_bytes), "widest-only"],
   ["heard", "heard", (peer) => (peer.heard ? `${age(swarm.now - peer.heard)} ago` : "–"), "wide-only"],
 ];
 const DERIVED = { training: (peer) => peer.shares?.[0] ?? 2, failed: (peer) => peer.exchanges[2] };
@@ -63,6 +64,7 @@ export function draw() {
 }
 
 export const times = (peer) => swarm.kinds.map((kind, at) => [kind, peer.shares[at], color(kind)]);
+export const here = (peer) => (peer.here ? make("span", { class: "here", title: "this page reads this peer's journal on the machine that serves the page" }, HERE) : null);
 export const place = (peer) => [peer.device, peer.region, peer.throttle > 1 ? `${peer.throttle}x throttled` : ""].filter(Boolean).join(", ");
 
 function row(peer) {
@@ -74,11 +76,11 @@ function name(peer) {
   const button = make("button", { type: "button", class: "peer", "data-number": peer.number, title: peer.peer, on: () => choose(peer.number) }, peer.label);
   const dot = make("span", { class: `dot ${peer.state}`, title: peer.state });
   if (peer.state === "training" && swarm.timeline.series[`loss ${peer.number}`]) dot.style.background = colorOf(peer.number);
-  return make("span", {}, dot, button);
+  return make("span", {}, dot, button, here(peer));
 }
 
 function matches(peer) {
-  return !state.text || [peer.peer, peer.name, peer.device, peer.region, peer.state, peer.why].join(" ").toLowerCase().includes(state.text);
+  return !state.text || [peer.peer, peer.name, peer.device, peer.region, peer.state, peer.why, peer.here ? HERE : ""].join(" ").toLowerCase().includes(state.text);
 }
 
 function sorted(found) {

@@ -1,0 +1,50 @@
+"""Estimate models of several sizes for the same peers, to show what they can train. Start at `by_size`."""
+
+import re
+from collections.abc import Sequence
+
+from decentral.commands.estimates import sizes
+from decentral.commands.estimates.estimating import held, swarm_of
+from decentral.commands.estimates.forecast import outlook
+from decentral.commands.estimates.machines import flops_here, peers_here
+from decentral.commands.estimates.places import PeerGroup
+from decentral.core.config import Config
+from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonObject
+from decentral.core.units import readable_bytes
+
+SHOWN_SIZES = ("10M", "125M", "350M", "1B", "3B", "7B")
+SEARCH_S = 0.8  # limit of the search for a plan of one size, if not every peer can hold the whole model
+DOES_NOT_FIT = "does not fit"
+
+
+def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[JsonObject]:
+    """Return an estimate for each of SHOWN_SIZES up to the first that does not fit into the peers' memory.
+
+    Nothing is simulated, so that all estimates together take seconds.
+
+    Args:
+        run: A config that sets no shape of the model.
+        groups: The peers.
+        seconds: Limit of the search for a plan of one size; SEARCH_S is another.
+
+    Returns:
+        JSON objects with the size, the parameters, which layers a peer holds, tokens/s, and what limits the size or the
+        speed. If the model does not fit, there are no tokens/s.
+    """
+    here, given = peers_here(groups), frozenset(run.model.model_fields_set)
+    own_flops = flops_here(here) if here else None
+    rows: list[JsonObject] = []
+    for size in SHOWN_SIZES:
+        swarm = swarm_of(sizes.with_shape(run, size, given), groups, own_flops)
+        row: JsonObject = {"model": size, "parameters": sum(swarm.run.model.layer_parameters)}
+        try:
+            found = outlook(swarm.run, swarm.topology, swarm.each, min(seconds, SEARCH_S))
+        except UserError:
+            needs, has = min(one.whole_bytes for one in swarm.each), sum(one.memory_bytes for one in swarm.each)
+            limit = f"memory: it needs {readable_bytes(needs)}, and all peers have {readable_bytes(has)}"
+            return [*rows, row | {"holds": DOES_NOT_FIT, "limit": limit}]
+        limit = re.split("[:;]", found.limit)[0]
+        speed = found.tokens_per_s.to_json()
+        rows.append(row | {"holds": held(swarm.run, found.spans), "tokens_per_s": speed, "limit": limit})
+    return rows
