@@ -69,6 +69,7 @@ AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus th
 PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
 OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
 ALLOWED_COSINE = 0.175  # a partner has full weight if its `Deviation.persistence` is at most the chance level plus this
+DENSE = 0.5  # windows with a smaller share of numbers other than zero show less of a lasting difference
 TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the median persistence of all partners
 
 # `useful`: a partner whose progress has nothing in common with ours is not trusted.
@@ -179,14 +180,26 @@ class Deviations:
             deviation.add(_direction(vector) - ours)
             keep_latest(self.known, peer, deviation, max(MOST_KNOWN, len(partners)))
         found = [one.persistence for one in self.known.values() if one.persistence is not None]
-        always = ALLOWED_COSINE + chance_of(ours)
-        allowed = max(always, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
-        return [part_that_is_allowed(self.known[peer].persistence, allowed) for peer, _ in partners]
+        usual = TIMES_USUAL_COSINE * median_low(found) if found else 1.0
+        return [
+            part_that_is_allowed(self.known[peer].persistence, max(usual, allowed_cosine(window, vector)))
+            for peer, vector in partners
+        ]
 
 
 def chance_of(vector: Tensor) -> float:
     """Return the chance level: the largest cosine expected of two unrelated vectors of `len(vector)` numbers."""
     return NOISE / sqrt(len(vector))
+
+
+def allowed_cosine(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest persistence of a partner with full weight, given both pseudo-gradients' samples, fp32 [m].
+
+    A window that sends a share s of its numbers holds back the rest, whose lasting part is missing in its direction. So
+    the limit is proportional to sqrt(s), for the mean of both windows' s; it is constant from DENSE on.
+    """
+    share = float(torch.count_nonzero(ours) + torch.count_nonzero(theirs)) / (2 * len(ours))
+    return ALLOWED_COSINE * sqrt(min(1.0, share / DENSE)) + chance_of(ours[:COMPARED_NUMBERS])
 
 
 def part_that_is_allowed(persistence: float | None, allowed: float) -> float:

@@ -1,0 +1,254 @@
+"""The codec `sparse`, compiled by numba: choose each chunk's largest numbers, and encode their places.
+
+Start at `close`. comm/codecs/blockwise.py has the format, and the formulas in torch, whose numbers these functions
+return as long as all are finite. Each chunk of CHUNK numbers is processed alone, in arrays that stay in the L1 cache.
+
+A chunk's k-th largest magnitude is found by radix selection: count how many magnitudes have each value of the 11
+highest bits, descend to the value of the k-th, and do the same with the next bits of the magnitudes that have this
+value. Neighbouring chunks are alike, so magnitudes below 0.7 times the previous chunk's k-th largest are left out, if
+k others are left.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from decentral.comm.codecs.compiled_blocks import BAD_LEVEL, INFINITE, UNITS, Bytes, Floats, Number
+from decentral.core.compiled import compiled, inlined
+
+CHUNK = 4096  # numbers with one header, of which the largest are sent
+BUCKET = 16  # one number of so many is sent; a power of two
+LOW_BITS = 4  # log2(BUCKET): bits of a place within its bucket
+LARGE = 7  # level of large numbers in q4
+MOST_SMALL = 6  # highest level of small numbers in q4
+
+Ints = npt.NDArray[np.int32]
+Scratch = tuple[Floats, Ints, Ints, Ints, Ints]
+Parts = tuple[Bytes, Bytes, Bytes, Bytes]  # of a sparse blob: headers, buckets, low bits of the places, levels
+
+_SENT = CHUNK // BUCKET  # numbers that a whole chunk sends
+_BLOCK = 128  # numbers with one scale in q4
+_ZEROS = 0x88  # a byte of q4 with two levels of 0
+_DIGITS = ((20, 11), (10, 10), (0, 10))  # the lowest bit, and the number of bits, of each digit of a magnitude
+_NEAR = 1 << 22  # what is subtracted from the bits of a k-th largest magnitude, to get a bound about 0.7 times as large
+
+
+@inlined
+def _scratch() -> Scratch:
+    """Return arrays for a chunk: values, their memory as int32, magnitudes to choose from, counts, and places."""
+    values = np.empty(CHUNK, np.float32)
+    counts, places = np.empty(2048, np.int32), np.empty(CHUNK, np.int32)
+    return values, values.view(np.int32), np.empty(CHUNK, np.int32), counts, places
+
+
+@inlined
+def _magnitude(bits: Number) -> Number:
+    return np.int32(bits & np.int32(0x7FFFFFFF))
+
+
+@inlined
+def _kth_largest(scratch: Scratch, count: Number, kth: Number, floor: Number) -> tuple[Number, Number]:
+    """Return the bits of a chunk's k-th largest magnitude, and how many of the k largest have this magnitude.
+
+    `floor` is a guess of a smaller magnitude; if it is wrong, this takes longer.
+    """
+    _, bits, left, counts, _ = scratch
+    size = np.int32(0)
+    for i in range(count):
+        left[size] = _magnitude(bits[i])
+        size += np.int32(left[size] >= floor)
+    if size < kth:
+        size = np.int32(count)
+        for i in range(count):
+            left[i] = _magnitude(bits[i])
+    found, wanted = np.int32(0), np.int32(kth)
+    for low, width in _DIGITS:
+        highest = np.int32((1 << width) - 1)
+        counts[: highest + 1] = 0
+        for i in range(size):
+            counts[(left[i] >> low) & highest] += 1
+        digit = highest
+        while counts[digit] < wanted:
+            wanted -= counts[digit]
+            digit -= np.int32(1)
+        found |= np.int32(digit << low)
+        kept = np.int32(0)
+        for i in range(size):
+            left[kept] = left[i]
+            kept += np.int32(((left[i] >> low) & highest) == digit)
+        size = kept
+    return found, wanted
+
+
+@inlined
+def _choose(scratch: Scratch, count: Number, sent: Number, floor: Number) -> Number:
+    """Write the places of a chunk's `sent` largest magnitudes to scratch, in order; return the smallest one's bits.
+
+    Of equal magnitudes the first are chosen.
+    """
+    _, bits, _, _, places = scratch
+    threshold, equal = _kth_largest(scratch, count, sent, floor)
+    found = np.int32(0)
+    for i in range(count):
+        places[found] = np.int32(i)
+        found += np.int32(_magnitude(bits[i]) >= threshold)
+    if found > sent:
+        several, found = found, np.int32(0)
+        for j in range(several):
+            is_equal = _magnitude(bits[places[j]]) == threshold
+            if not is_equal or equal > 0:
+                places[found] = places[j]
+                found += np.int32(1)
+                equal -= np.int32(is_equal)
+    return threshold
+
+
+@inlined
+def _levels(scratch: Scratch, sent: Number) -> tuple[Number, Number, Number]:
+    """Compute a chunk's header from the numbers at the first `sent` places, and write their units to scratch.
+
+    Return the header, the sum of the units (a number is large if its units times `sent` are at least this sum), and the
+    bits of the largest magnitude. comm/codecs/blockwise.py has the formulas.
+    """
+    values, bits, units, _, places = scratch
+    peak, total = np.int32(0), np.int32(0)
+    for j in range(sent):
+        peak = max(peak, _magnitude(bits[places[j]]))
+    unit = np.float32(np.int32(peak & np.int32(INFINITE)).view(np.float32) / np.float32(UNITS))
+    divisor = unit if unit != np.float32(0.0) else np.float32(1.0)
+    for j in range(sent):
+        units[j] = np.int32(np.rint(np.float32(abs(values[places[j]]) / divisor)))
+        total += units[j]
+    large, of_large = np.int64(0), np.int64(0)
+    for j in range(sent):
+        if units[j] * sent >= total:
+            large += 1
+            of_large += units[j]
+    mean = np.float32(np.float32(of_large) / np.float32(LARGE * LARGE * large))
+    header = np.int32((np.float32(mean * unit).view(np.int32) >> np.int32(19)) << np.int32(3))
+    times, most = (np.int64(total) - of_large) * large, of_large * (np.int64(sent) - large)
+    if header != 0 and most > 0:
+        header |= np.int32(min(np.int64(MOST_SMALL), (2 * LARGE * times + most) // (2 * most)))
+    return header, total, peak
+
+
+@inlined
+def _scale(header: Number) -> Number:
+    """Return the scale of a chunk's levels in q4: 7 t, exact in bf16."""
+    return np.float32(np.float32(LARGE) * np.int32((header & np.int32(0xFFF8)) << np.int32(16)).view(np.float32))
+
+
+@inlined
+def _put_scales(blob: Bytes, chunk: Number, blocks: Number, scale: Number) -> None:
+    """Write a chunk's scale to each of its blocks in a q4 blob of `blocks` blocks."""
+    upper = np.float32(scale).view(np.int32) >> np.int32(16)
+    for block in range(chunk * (CHUNK // _BLOCK), min((chunk + 1) * (CHUNK // _BLOCK), blocks)):
+        blob[2 * block], blob[2 * block + 1] = np.uint8(upper & 255), np.uint8((upper >> 8) & 255)
+
+
+@inlined
+def _put_level(blob: Bytes, blocks: Number, at: Number, level: Number) -> None:
+    """Change the level of number `at` in a q4 blob of `blocks` blocks from 0 to `level`."""
+    byte = 2 * blocks + (at >> 1)
+    blob[byte] = np.uint8(blob[byte] ^ ((8 ^ (level + 8)) << (4 * (at & 1))))
+
+
+@inlined
+def _get_level(blob: Bytes, blocks: Number, at: Number) -> Number:
+    return np.int32((blob[2 * blocks + (at >> 1)] >> (4 * (at & 1))) & 15) - np.int32(8)
+
+
+@compiled
+def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, Number]:
+    """Encode v = residual + (baseline - snapshot) as `sparse` does, into a q4 blob; set residual to v - (v as decoded).
+
+    `vectors` are (snapshot, baseline, residual). Return the squared L2 norm of the decoded vector, and the bit pattern
+    of the largest magnitude in v; if it is INFINITE or above, blob and residual are meaningless.
+    """
+    snapshot, baseline, residual = vectors
+    n, scratch, largest, squares, floor = np.uint64(len(residual)), _scratch(), np.int32(0), 0.0, np.int32(0)
+    values, _, units, _, places = scratch
+    blocks = (len(residual) + _BLOCK - 1) // _BLOCK
+    blob[2 * blocks :] = _ZEROS
+    for chunk in range((len(residual) + CHUNK - 1) // CHUNK):
+        start = np.uint64(chunk * CHUNK)
+        count = min(np.uint64(CHUNK), n - start)
+        sent = np.int32((count + np.uint64(BUCKET - 1)) // np.uint64(BUCKET))
+        for i in range(count):
+            values[i] = residual[start + i] + (baseline[start + i] - snapshot[start + i])
+        for i in range(count):
+            residual[start + i] = values[i]
+        floor = max(np.int32(0), np.int32(_choose(scratch, count, sent, floor) - np.int32(_NEAR)))
+        header, total, peak = _levels(scratch, sent)
+        largest, scale, small = max(largest, peak), _scale(header), header & np.int32(7)
+        _put_scales(blob, chunk, blocks, scale)
+        found = 0
+        for j in range(sent):
+            level = np.int32(LARGE) if units[j] * sent >= total else small
+            if scale == np.float32(0.0) or level == 0:
+                continue
+            value, at = values[places[j]], chunk * CHUNK + places[j]
+            level = level if value >= np.float32(0.0) else -level
+            _put_level(blob, blocks, at, level)
+            residual[at] = value - np.float32(level) * scale
+            found += level * level
+        squares += found * (np.float64(scale) * np.float64(scale))
+    return squares, largest
+
+
+@compiled
+def widen(parts: Parts, elements: int, blob: Bytes) -> int:
+    """Convert a sparse blob of `elements` numbers, in parts, to a q4 blob; return the fault code."""
+    headers, buckets, low_bits, levels = parts
+    sent, found, before = (elements + BUCKET - 1) // BUCKET, 0, -1
+    blocks, small = (elements + _BLOCK - 1) // _BLOCK, np.int32(0)
+    blob[2 * blocks :] = _ZEROS
+    for bit in range(2 * sent):
+        if not (buckets[bit >> 3] >> (7 - (bit & 7))) & 1:
+            continue
+        if found == sent:
+            return BAD_LEVEL
+        chunk = found // _SENT
+        if found % _SENT == 0:
+            header = np.int32(headers[2 * chunk]) | (np.int32(headers[2 * chunk + 1]) << np.int32(8))
+            small = header & np.int32(7)
+            if small > MOST_SMALL:
+                return BAD_LEVEL
+            _put_scales(blob, chunk, blocks, _scale(header))
+        at = (bit - found) * BUCKET + ((low_bits[found >> 1] >> (4 - 4 * (found & 1))) & 15)
+        if at <= before or at >= elements or at // CHUNK != chunk:
+            return BAD_LEVEL
+        pair = levels[found >> 2] >> (6 - 2 * (found & 3))
+        level = np.int32(LARGE) if pair & 1 else small
+        _put_level(blob, blocks, at, level if pair & 2 else -level)
+        found, before = found + 1, at
+    return 0 if found == sent else BAD_LEVEL
+
+
+@compiled
+def narrow(blob: Bytes, elements: int, parts: Parts) -> None:
+    """Convert a q4 blob that `close` or `widen` has written to a sparse one: fill its `parts`, which must be zero."""
+    headers, buckets, low_bits, levels = parts
+    blocks, found = (elements + _BLOCK - 1) // _BLOCK, 0
+    for chunk in range((elements + CHUNK - 1) // CHUNK):
+        start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, elements)
+        block = chunk * (CHUNK // _BLOCK)
+        upper = np.int32(blob[2 * block]) | (np.int32(blob[2 * block + 1]) << np.int32(8))
+        scale = np.int32(upper << np.int32(16)).view(np.float32)
+        header = np.float32(scale / np.float32(LARGE)).view(np.int32) >> np.int32(16)
+        zeros = (end - start + BUCKET - 1) // BUCKET  # that are sent, as fewer numbers than this have another level
+        for at in range(start, end):
+            zeros -= _get_level(blob, blocks, at) != 0
+        for at in range(start, end):
+            level = _get_level(blob, blocks, at)
+            if level == 0:
+                if zeros == 0:
+                    continue
+                zeros -= 1
+            elif abs(level) != LARGE:
+                header = np.int32((header & np.int32(0xFFF8)) | abs(level))
+            bit, pair = at // BUCKET + found, 2 * (level >= 0) + (abs(level) == LARGE)
+            buckets[bit >> 3] |= np.uint8(128 >> (bit & 7))
+            low_bits[found >> 1] |= np.uint8((at & (BUCKET - 1)) << (4 - 4 * (found & 1)))
+            levels[found >> 2] |= np.uint8(pair << (6 - 2 * (found & 3)))
+            found += 1
+        headers[2 * chunk], headers[2 * chunk + 1] = np.uint8(header & 255), np.uint8((header >> 8) & 255)
