@@ -46,20 +46,20 @@ def _magnitude(bits: Number) -> Number:
 
 
 @inlined
-def _kth_largest(scratch: Scratch, count: Number, kth: Number, floor: Number) -> tuple[Number, Number]:
-    """Return the bits of a chunk's k-th largest magnitude, and how many of the k largest have this magnitude.
-
-    `floor` is a guess of a smaller magnitude; if it is wrong, this takes longer.
-    """
-    _, bits, left, counts, _ = scratch
+def _candidates(scratch: Scratch, count: Number, floor: Number) -> Number:
+    """Write the places and magnitudes of a chunk's numbers of at least `floor` to scratch; return how many there are."""
+    _, bits, left, _, places = scratch
     size = np.int32(0)
     for i in range(count):
-        left[size] = _magnitude(bits[i])
-        size += np.int32(left[size] >= floor)
-    if size < kth:
-        size = np.int32(count)
-        for i in range(count):
-            left[i] = _magnitude(bits[i])
+        left[size], places[size] = _magnitude(bits[i]), np.int32(i)
+        size += np.int32(_magnitude(bits[i]) >= floor)
+    return size
+
+
+@inlined
+def _kth_largest(scratch: Scratch, size: Number, kth: Number) -> tuple[Number, Number]:
+    """Return the bits of the k-th largest of `size` magnitudes, and how many of the k largest have this magnitude."""
+    _, _, left, counts, _ = scratch
     found, wanted = np.int32(0), np.int32(kth)
     for low, width in _DIGITS:
         highest = np.int32((1 << width) - 1)
@@ -83,22 +83,20 @@ def _kth_largest(scratch: Scratch, count: Number, kth: Number, floor: Number) ->
 def _choose(scratch: Scratch, count: Number, sent: Number, floor: Number) -> Number:
     """Write the places of a chunk's `sent` largest magnitudes to scratch, in order; return the smallest one's bits.
 
-    Of equal magnitudes the first are chosen.
+    Of equal magnitudes the first are chosen. `floor` is a guess of a smaller magnitude; a wrong one takes longer.
     """
     _, bits, _, _, places = scratch
-    threshold, equal = _kth_largest(scratch, count, sent, floor)
+    size = _candidates(scratch, count, floor)
+    if size < sent:
+        size = _candidates(scratch, count, np.int32(0))
+    threshold, equal = _kth_largest(scratch, size, sent)
     found = np.int32(0)
-    for i in range(count):
-        places[found] = np.int32(i)
-        found += np.int32(_magnitude(bits[i]) >= threshold)
-    if found > sent:
-        several, found = found, np.int32(0)
-        for j in range(several):
-            is_equal = _magnitude(bits[places[j]]) == threshold
-            if not is_equal or equal > 0:
-                places[found] = places[j]
-                found += np.int32(1)
-                equal -= np.int32(is_equal)
+    for j in range(size):
+        at = places[j]
+        is_equal = _magnitude(bits[at]) == threshold
+        places[found] = at
+        found += np.int32(_magnitude(bits[at]) > threshold or (is_equal and equal > 0))
+        equal -= np.int32(is_equal)
     return threshold
 
 
@@ -228,27 +226,59 @@ def widen(parts: Parts, elements: int, blob: Bytes) -> int:
 def narrow(blob: Bytes, elements: int, parts: Parts) -> None:
     """Convert a q4 blob that `close` or `widen` has written to a sparse one: fill its `parts`, which must be zero."""
     headers, buckets, low_bits, levels = parts
-    blocks, found = (elements + _BLOCK - 1) // _BLOCK, 0
+    blocks, found, places = (elements + _BLOCK - 1) // _BLOCK, 0, np.empty(CHUNK, np.int32)
     for chunk in range((elements + CHUNK - 1) // CHUNK):
-        start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, elements)
+        start, count = chunk * CHUNK, min(CHUNK, elements - chunk * CHUNK)
         block = chunk * (CHUNK // _BLOCK)
         upper = np.int32(blob[2 * block]) | (np.int32(blob[2 * block + 1]) << np.int32(8))
         scale = np.int32(upper << np.int32(16)).view(np.float32)
         header = np.float32(scale / np.float32(LARGE)).view(np.int32) >> np.int32(16)
-        zeros = (end - start + BUCKET - 1) // BUCKET  # that are sent, as fewer numbers than this have another level
-        for at in range(start, end):
-            zeros -= _get_level(blob, blocks, at) != 0
-        for at in range(start, end):
+        sent = (count + BUCKET - 1) // BUCKET
+        if _nonzero(blob, 2 * blocks + start // 2, count, places) < sent:
+            _fill(blob, blocks, start, sent, places)
+        for j in range(sent):
+            at = start + places[j]
             level = _get_level(blob, blocks, at)
-            if level == 0:
-                if zeros == 0:
-                    continue
-                zeros -= 1
-            elif abs(level) != LARGE:
-                header = np.int32((header & np.int32(0xFFF8)) | abs(level))
-            bit, pair = at // BUCKET + found, 2 * (level >= 0) + (abs(level) == LARGE)
+            magnitude = abs(level)
+            if magnitude != 0 and magnitude != LARGE:
+                header = np.int32((header & np.int32(0xFFF8)) | magnitude)
+            bit, pair = at // BUCKET + found, 2 * (level >= 0) + (magnitude == LARGE)
             buckets[bit >> 3] |= np.uint8(128 >> (bit & 7))
             low_bits[found >> 1] |= np.uint8((at & (BUCKET - 1)) << (4 - 4 * (found & 1)))
             levels[found >> 2] |= np.uint8(pair << (6 - 2 * (found & 3)))
             found += 1
         headers[2 * chunk], headers[2 * chunk + 1] = np.uint8(header & 255), np.uint8((header >> 8) & 255)
+
+
+@inlined
+def _nonzero(blob: Bytes, first: Number, count: Number, places: Ints) -> Number:
+    """Write the places of a chunk's levels other than 0 to `places`; return how many there are.
+
+    The chunk's levels begin at byte `first`.
+    """
+    found = np.int32(0)
+    for byte in range(np.uint64((count + 1) // 2)):
+        pair = blob[np.uint64(first) + byte]
+        places[found] = np.int32(np.uint64(2) * byte)
+        found += np.int32((pair & np.uint8(15)) != np.uint8(8))
+        places[found] = np.int32(np.uint64(2) * byte + np.uint64(1))
+        found += np.int32((pair >> np.uint8(4)) != np.uint8(8))
+    return found
+
+
+@inlined
+def _fill(blob: Bytes, blocks: Number, start: Number, sent: Number, places: Ints) -> None:
+    """Write the places of `sent` numbers of a chunk: of levels other than 0, and of the first zeros.
+
+    The chunk begins at number `start`.
+    """
+    zeros, at, found = sent, start, 0
+    for other in range(start, min(start + CHUNK, 2 * (len(blob) - 2 * blocks))):
+        zeros -= _get_level(blob, blocks, other) != 0
+    while found < sent:
+        is_zero = _get_level(blob, blocks, at) == 0
+        if not is_zero or zeros > 0:
+            places[found] = at - start
+            found += 1
+            zeros -= is_zero
+        at += 1
