@@ -47,7 +47,7 @@ def _magnitude(bits: Number) -> Number:
 
 @inlined
 def _candidates(scratch: Scratch, count: Number, floor: Number) -> Number:
-    """Write the places and magnitudes of a chunk's numbers of at least `floor` to scratch; return how many there are."""
+    """Write places and magnitudes of a chunk's numbers of at least `floor` to scratch; return how many there are."""
     _, bits, left, _, places = scratch
     size = np.int32(0)
     for i in range(count):
