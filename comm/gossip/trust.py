@@ -68,8 +68,7 @@ AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus th
 # `unbiased`: a partner that always differs from us in one direction is not trusted.
 PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
 OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
-ALLOWED_COSINE = 0.175  # a partner has full weight if its `Deviation.persistence` is at most the chance level plus this
-DENSE = 0.5  # windows with a smaller share of numbers other than zero show less of a lasting difference
+ALLOWED_COSINE = 0.175  # a partner has full weight up to the chance level plus this, times sqrt(share of numbers sent)
 TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the median persistence of all partners
 
 # `useful`: a partner whose progress has nothing in common with ours is not trusted.
@@ -133,12 +132,18 @@ class Deviation:
     fresh: Tensor | None = None  # sum of the differences in the current period; None before its first window
     waiting: Tensor | None = None  # sum of the differences in the previous period; None if it had no window
     old: Tensor | None = None  # sum of the differences in all earlier periods; older periods have less weight
-    persistence: float | None = None  # cosine between the newest difference and `old`; None while `old` is None
+    persistence: float | None = None  # how far the newest window goes the way of `old`; None while `old` is None
 
-    def add(self, found: Tensor) -> None:
-        """Add a window's difference `found`, and update `persistence`. Later calls may change `found` in place."""
+    def add(self, theirs: Tensor, ours: Tensor) -> None:
+        """Add a window, given the directions of the partner's pseudo-gradient and ours, and update `persistence`.
+
+        It is the cosine of `old` with the newest difference or, if smaller, with `theirs`. Each has a part that tells
+        nothing of a lie: in the difference our own noise, and in `theirs` the progress that all peers have in common.
+        """
+        found = theirs - ours
         if self.old is not None and bool(self.old.any()):
-            self.persistence = float(torch.nn.functional.cosine_similarity(found, self.old, dim=0))
+            along = (torch.nn.functional.cosine_similarity(one, self.old, dim=0) for one in (found, theirs))
+            self.persistence = min(map(float, along))
         self.fresh = found if self.fresh is None else self.fresh.add_(found)
 
     def end_period(self) -> None:
@@ -177,7 +182,7 @@ class Deviations:
         ours = _direction(window)
         for peer, vector in partners:
             deviation = self.known.get(peer) or Deviation()
-            deviation.add(_direction(vector) - ours)
+            deviation.add(_direction(vector), ours)
             keep_latest(self.known, peer, deviation, max(MOST_KNOWN, len(partners)))
         found = [one.persistence for one in self.known.values() if one.persistence is not None]
         usual = TIMES_USUAL_COSINE * median_low(found) if found else 1.0
@@ -195,11 +200,11 @@ def chance_of(vector: Tensor) -> float:
 def allowed_cosine(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest persistence of a partner with full weight, given both pseudo-gradients' samples, fp32 [m].
 
-    A window that sends a share s of its numbers holds back the rest, whose lasting part is missing in its direction. So
-    the limit is proportional to sqrt(s), for the mean of both windows' s; it is constant from DENSE on.
+    A window that sends a share s of its numbers shows less of a lasting difference: the direction of what it holds back
+    is missing, and noise takes its place. So the limit is proportional to sqrt(s), for the mean of both windows' s.
     """
     share = float(torch.count_nonzero(ours) + torch.count_nonzero(theirs)) / (2 * len(ours))
-    return ALLOWED_COSINE * sqrt(min(1.0, share / DENSE)) + chance_of(ours[:COMPARED_NUMBERS])
+    return ALLOWED_COSINE * sqrt(share) + chance_of(ours[:COMPARED_NUMBERS])
 
 
 def part_that_is_allowed(persistence: float | None, allowed: float) -> float:
