@@ -179,7 +179,7 @@ def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, 
         header, total, peak = _levels(scratch, sent)
         largest, scale, small = max(largest, peak), _scale(header), header & np.int32(7)
         _put_scales(blob, chunk, blocks, scale)
-        found = 0
+        found: Number = 0  # sum of squared levels
         for j in range(sent):
             level = np.int32(LARGE) if units[j] * sent >= total else small
             if scale == np.float32(0.0) or level == 0:

@@ -44,8 +44,7 @@ from decentral.core.reasons import Reason
 
 PSEUDO_GRADIENT_CODEC = "q4"  # codec of pseudo-gradients in memory and, by default, on the wire
 ONE_BIT_CODEC = "q1"  # codec of pseudo-gradients on slow links, if the config's `gossip.code` allows it
-SPARSE_CODEC = "sparse"  # codec of the largest numbers of pseudo-gradients
-THIN_CODEC = SPARSE_CODEC  # codec of pseudo-gradients over thin links, if `gossip.code` is auto
+SPARSE_CODEC = "sparse"  # codec of the largest numbers of pseudo-gradients, if `gossip.code` is sparse
 SHORTER_CODECS = (ONE_BIT_CODEC, SPARSE_CODEC)  # codecs that kernels convert to q4 and back
 SLOW_WEIGHTS_CODEC = "int8"
 

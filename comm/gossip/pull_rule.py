@@ -13,10 +13,10 @@ from torch import Tensor
 from decentral.comm.codecs.sections import Codecs, Packer, split
 from decentral.comm.gossip import influence
 from decentral.comm.gossip.outer_kernels import (
+    ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
     SPARSE_CODEC,
-    THIN_CODEC,
     OuterVectors,
     Weighted,
     rho_of,
@@ -51,7 +51,7 @@ class PullRule(UpdateRule):
         """Create the rule with phi = theta; if theta is on the meta device, call `load` or `adopt` next."""
         super().__init__(gossip, theta, peer, tools)
         self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
-        self.sparse = {PSEUDO_GRADIENT: THIN_CODEC} if gossip.code == "auto" else {}
+        self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
         # The weights from which the next pseudo-gradient is measured: theta at the last close of a window, plus all

@@ -18,7 +18,7 @@ from decentral.scheduler.placement.evaluate import EvaluatePlans, PlansEvaluated
 
 TOKENS = 8  # of a micro-batch
 WINDOW = (Section("pseudo_gradient", "q4", 4, 2),)
-SPARSE_WINDOW = (Section("pseudo_gradient", "sparse", 4, 1),)
+SPARSE_WINDOW = (Section("pseudo_gradient", "q1", 4, 1),)
 CODINGS = (*WINDOW, *SPARSE_WINDOW)
 ON_REQUEST = (Section("phi", "int8", 6, 6),)
 STATE = (Section("theta", "int8", 6, 6), Section("moments", "q4", 4, 2))

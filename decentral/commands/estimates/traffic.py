@@ -13,7 +13,7 @@ import numpy as np
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import MOST_READ, RARER, WHOLE_EVERY
 from decentral.comm.gossip.gossip_cost import IDLE_SHARE, Stretch
-from decentral.comm.gossip.outer_kernels import PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC, THIN_CODEC
+from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
@@ -106,7 +106,7 @@ def traffic(
 def _code(gossip: GossipConfig, thin: bool) -> str:
     if gossip.code != "auto":
         return gossip.code
-    return THIN_CODEC if thin else PSEUDO_GRADIENT_CODEC
+    return ONE_BIT_CODEC if thin else PSEUDO_GRADIENT_CODEC
 
 
 def _best_up(topology: Topology) -> Floats:

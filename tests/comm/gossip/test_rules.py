@@ -13,7 +13,7 @@ from benchmarks import outer_step
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Packer, unpack
 from decentral.comm.gossip import update_rules
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, THIN_CODEC, TorchKernels, rho_of
+from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, TorchKernels, rho_of
 from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT, UNSENT_KEPT, PullRule
 from decentral.comm.gossip.update_rules import Correction, RuleTools, UpdateRule
 from decentral.core import config
@@ -262,7 +262,7 @@ def test_a_rule_with_two_codes_sends_either_and_merges_both() -> None:
     sparse.rule.sparsely = True
     sent = [one.close() for one in (ours, dense, sparse)]
     codes = [next(section.codec for section in one.layout if section.name == PSEUDO_GRADIENT) for one in sent]
-    assert codes == ["q4", "q4", THIN_CODEC]
+    assert codes == ["q4", "q4", "q1"]
     before, read = ours.pull.phi.clone(), [vectors(one)[PSEUDO_GRADIENT] for one in sent]
     partners = zip(sent[1:], read[1:], strict=True)
     ours.merge([repacked(one, {PSEUDO_GRADIENT: vector}) for one, vector in partners])

@@ -28,7 +28,7 @@ def test_over_a_fast_link_windows_have_the_configured_length_and_four_bits() -> 
     assert found.sent_NN[0, 1] == pytest.approx(light + whole, rel=0.02)
 
 
-def test_a_thin_uplink_lengthens_windows_by_powers_of_two_and_sends_the_largest_numbers_only() -> None:
+def test_a_thin_uplink_lengthens_windows_by_powers_of_two_and_sends_signs_only() -> None:
     found = predicted("4090 home1:2/100, 4090 home2:2/100", [Gossiper(0.01, None)] * 2)
     assert set(found.bound) == {"link"}
     assert found.period_s[0] / 0.5 in (2, 4, 8)
