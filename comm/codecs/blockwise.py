@@ -20,21 +20,21 @@ can be converted to q4 and back without loss (`widened`, `narrowed`). The mean i
 depend on the order of summation: magnitudes are rounded to multiples of 2^-15 p, where p is the largest power of two
 not above a. The scale is rounded down, so that 7 s does not overflow, and is zero if a is below 2^-126.
 
-`sparse` sends one number of 16 (BUCKET): of each chunk of 4096 numbers (CHUNK) the 256 with the largest magnitudes, and
-of equal ones the first; of an incomplete chunk of m numbers ceil(m/16). Like q1, it is only for vectors with error
-feedback (Stich et al., arXiv 1809.07599). A number that is sent has two bits: its sign, and whether it is large, which
-is at least the mean magnitude of the numbers that are sent. Large numbers decode to +-49 t and small ones to +-7 m t:
+`sparse` sends one number of 16 (BUCKET): of each group of 4096 numbers (GROUP) the 256 with the largest magnitudes, and
+of equal ones the first; of an incomplete group of m numbers ceil(m/16). Like q1, it is only for vectors with error
+feedback (Stich et al., arXiv 1809.07599). A number that is sent has two bits: its sign, and whether it is large,
+that is, not below the mean magnitude of the numbers that are sent. Large numbers decode to +-49 t and small ones to +-7 m t:
 
     t = (mean magnitude of the large numbers) / 49, rounded down to 5 significant bits
     m = round(7 (mean magnitude of the small numbers) / (mean magnitude of the large ones)), at most 6
 
 So q4 can store both with the scale 7 t, or m t in a block without large numbers, since both have 8 significant bits: a
 sparse blob converts to q4 and back. Means are computed as for q1; if t is zero, m is. A number that decodes to zero is
-not sent; the first numbers of the chunk that are not sent take the place of such numbers, as small and positive ones.
+not sent; the first numbers of the group that are not sent take the place of such numbers, as small and positive ones.
 
 A blob in which K = ceil(n/16) numbers are sent has four parts, in the bit order of numpy.packbits:
 
-    headers     2 bytes a chunk     the bf16 bits of t, of which the last 3 are m
+    headers     2 bytes a group     the bf16 bits of t, of which the last 3 are m
     buckets     2 K bits            bit at//16 + i is 1 if the i-th number sent is number `at` of the vector
     low bits    4 K bits            at % 16 of each number sent
     levels      2 K bits            of each number sent: 1 if it is >= 0, and 1 if it is large
@@ -57,7 +57,7 @@ from torch import Tensor
 
 from decentral.comm.codecs import compiled_blocks, compiled_sparse
 from decentral.comm.codecs.compiled_blocks import Bytes
-from decentral.comm.codecs.compiled_sparse import BUCKET, CHUNK, LARGE, LOW_BITS, MOST_SMALL, Parts
+from decentral.comm.codecs.compiled_sparse import BUCKET, GROUP, HIGH, LOW_BITS, MOST_SMALL, Parts
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
@@ -183,7 +183,7 @@ def narrowed(codec: str, blob: bytes | memoryview, elements: int) -> bytes:
 def _sparse_parts(blob: Bytes, elements: int) -> Parts:
     """Return views of a sparse blob's headers, buckets, low bits of the places, and levels."""
     sent = math.ceil(elements / BUCKET)
-    ends = [2 * math.ceil(elements / CHUNK)]
+    ends = [2 * math.ceil(elements / GROUP)]
     for bits in (2, LOW_BITS):
         ends.append(ends[-1] + math.ceil(bits * sent / 8))
     return blob[: ends[0]], blob[ends[0] : ends[1]], blob[ends[1] : ends[2]], blob[ends[2] :]
@@ -320,18 +320,18 @@ class SignCodec:
 
 
 class SparseCodec:
-    """The codec `sparse`: places, signs and one of two magnitudes of each chunk's largest numbers."""
+    """The codec `sparse`: places, signs and one of two magnitudes of each group's largest numbers."""
 
     def size(self, n: int) -> int:
         """Return the number of bytes that n encoded numbers take."""
         sent = math.ceil(n / BUCKET)
-        return 2 * math.ceil(n / CHUNK) + sum(math.ceil(bits * sent / 8) for bits in (2, LOW_BITS, 2))
+        return 2 * math.ceil(n / GROUP) + sum(math.ceil(bits * sent / 8) for bits in (2, LOW_BITS, 2))
 
     def pack(self, values: Tensor) -> bytes:
         """Encode fp32 values [n], on any device, and return the bytes."""
-        n, padded_CN = values.numel(), _blocks(values, CHUNK)
-        places_N = torch.arange(CHUNK, device=values.device)
-        counts_C1 = (n - CHUNK * torch.arange(len(padded_CN), device=values.device)).clamp_max(CHUNK)[:, None]
+        n, padded_CN = values.numel(), _blocks(values, GROUP)
+        places_N = torch.arange(GROUP, device=values.device)
+        counts_C1 = (n - GROUP * torch.arange(len(padded_CN), device=values.device)).clamp_max(GROUP)[:, None]
         sent_C1 = (counts_C1 + BUCKET - 1).div(BUCKET, rounding_mode="floor")
         bits_CN = padded_CN.abs().view(torch.int32).masked_fill(places_N >= counts_C1, -1)
         chosen_CN = _first(bits_CN, sent_C1)
@@ -339,20 +339,20 @@ class SparseCodec:
         units_CN = units_CN.masked_fill(~chosen_CN, 0)
         large_CN = chosen_CN & (units_CN * sent_C1 >= units_CN.sum(dim=1, keepdim=True))
         large_C, of_large_C = large_CN.sum(dim=1), units_CN.masked_fill(~large_CN, 0).sum(dim=1)
-        mean_C = of_large_C.float() / (LARGE * LARGE * large_C).float() * unit_C
+        mean_C = of_large_C.float() / (HIGH * HIGH * large_C).float() * unit_C
         header_C = mean_C.view(torch.int32) >> 19 << 3
         times_C = (units_CN.sum(dim=1) - of_large_C) * large_C
         most_C = (of_large_C * (sent_C1[:, 0] - large_C)).clamp_min(1)
-        small_C = (2 * LARGE * times_C + most_C).div(2 * most_C, rounding_mode="floor").clamp(0, MOST_SMALL)
+        small_C = (2 * HIGH * times_C + most_C).div(2 * most_C, rounding_mode="floor").clamp(0, MOST_SMALL)
         small_C = small_C.masked_fill(header_C == 0, 0).to(torch.int32)
-        level_CN = torch.where(large_CN, LARGE, chosen_CN * small_C[:, None]).masked_fill(header_C[:, None] == 0, 0)
+        level_CN = torch.where(large_CN, HIGH, chosen_CN * small_C[:, None]).masked_fill(header_C[:, None] == 0, 0)
         at = _first((level_CN != 0).int(), sent_C1).view(-1).nonzero()[:, 0]
         level, positive = (one.view(-1)[at].cpu().numpy() for one in (level_CN, (padded_CN >= 0) | (level_CN == 0)))
         found = at.cpu().numpy()
         buckets = np.zeros(2 * len(found), np.bool_)
         buckets[found // BUCKET + np.arange(len(found))] = True
         low = found[:, None] >> np.arange(LOW_BITS - 1, -1, -1) & 1
-        parts = buckets, low > 0, np.stack((positive, level == LARGE), axis=1)
+        parts = buckets, low > 0, np.stack((positive, level == HIGH), axis=1)
         headers = (header_C | small_C).to(torch.int16).cpu()
         return _bytes(headers) + b"".join(np.packbits(part).tobytes() for part in parts)
 
@@ -363,17 +363,17 @@ class SparseCodec:
         buckets, low, levels = (
             np.unpackbits(part, count=bits * sent) for part, bits in zip(parts[1:], (2, LOW_BITS, 2), strict=True)
         )
-        scales = LARGE * torch.from_numpy((headers & 0xFFF8) << 16).view(torch.float32)
+        scales = HIGH * torch.from_numpy((headers & 0xFFF8) << 16).view(torch.float32)
         small, ones, (positive, large) = headers & 7, buckets.nonzero()[0], levels.reshape(sent, 2).T
         if len(ones) != sent or (small > MOST_SMALL).any() or bool((scales.isfinite() & (scales < 0)).any()):
             refuse("sparse", compiled_blocks.BAD_LEVEL)
         at = (ones - order) * BUCKET + low.reshape(sent, LOW_BITS) @ (1 << np.arange(LOW_BITS - 1, -1, -1))
-        chunks = order // (CHUNK // BUCKET)
-        if (np.diff(at) <= 0).any() or (at >= n).any() or (at // CHUNK != chunks).any():
+        groups = order // (GROUP // BUCKET)
+        if (np.diff(at) <= 0).any() or (at >= n).any() or (at // GROUP != groups).any():
             refuse("sparse", compiled_blocks.BAD_LEVEL)
-        signed = np.where(large, LARGE, small[chunks]) * np.where(positive, 1, -1)
+        signed = np.where(large, HIGH, small[groups]) * np.where(positive, 1, -1)
         values = torch.zeros(n)
-        values[torch.from_numpy(at)] = torch.from_numpy(signed).float() * scales[torch.from_numpy(chunks)]
+        values[torch.from_numpy(at)] = torch.from_numpy(signed).float() * scales[torch.from_numpy(groups)]
         return values
 
 

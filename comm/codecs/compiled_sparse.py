@@ -1,11 +1,11 @@
-"""The codec `sparse`, compiled by numba: choose each chunk's largest numbers, and encode their places.
+"""The codec `sparse`, compiled by numba: choose each group's largest numbers, and encode their places.
 
 Start at `close`. comm/codecs/blockwise.py has the format, and the formulas in torch, whose numbers these functions
-return as long as all are finite. Each chunk of CHUNK numbers is processed alone, in arrays that stay in the L1 cache.
+return as long as all are finite. Each group of GROUP numbers is processed alone, in arrays that stay in the L1 cache.
 
-A chunk's k-th largest magnitude is found by radix selection: count how many magnitudes have each value of the 11
+A group's k-th largest magnitude is found by radix selection: count how many magnitudes have each value of the 11
 highest bits, descend to the value of the k-th, and do the same with the next bits of the magnitudes that have this
-value. Neighbouring chunks are alike, so magnitudes below 0.7 times the previous chunk's k-th largest are left out, if
+value. Neighbouring groups are alike, so magnitudes below 0.7 times the previous group's k-th largest are left out, if
 k others are left.
 """
 
@@ -15,17 +15,17 @@ import numpy.typing as npt
 from decentral.comm.codecs.compiled_blocks import BAD_LEVEL, INFINITE, UNITS, Bytes, Floats, Number
 from decentral.core.compiled import compiled, inlined
 
-CHUNK = 4096  # numbers with one header, of which the largest are sent
+GROUP = 4096  # numbers with one header, of which the largest are sent
 BUCKET = 16  # one number of so many is sent; a power of two
 LOW_BITS = 4  # log2(BUCKET): bits of a place within its bucket
-LARGE = 7  # level of large numbers in q4
+HIGH = 7  # level of large numbers in q4
 MOST_SMALL = 6  # highest level of small numbers in q4
 
 Ints = npt.NDArray[np.int32]
 Scratch = tuple[Floats, Ints, Ints, Ints, Ints]
 Parts = tuple[Bytes, Bytes, Bytes, Bytes]  # of a sparse blob: headers, buckets, low bits of the places, levels
 
-_SENT = CHUNK // BUCKET  # numbers that a whole chunk sends
+_SENT = GROUP // BUCKET  # numbers that a whole group sends
 _BLOCK = 128  # numbers with one scale in q4
 _ZEROS = 0x88  # a byte of q4 with two levels of 0
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # the lowest bit, and the number of bits, of each digit of a magnitude
@@ -34,10 +34,10 @@ _NEAR = 1 << 22  # what is subtracted from the bits of a k-th largest magnitude,
 
 @inlined
 def _scratch() -> Scratch:
-    """Return arrays for a chunk: values, their memory as int32, magnitudes to choose from, counts, and places."""
-    values = np.empty(CHUNK, np.float32)
-    counts, places = np.empty(2048, np.int32), np.empty(CHUNK, np.int32)
-    return values, values.view(np.int32), np.empty(CHUNK, np.int32), counts, places
+    """Return arrays for a group: values, their memory as int32, magnitudes to choose from, counts, and places."""
+    values = np.empty(GROUP, np.float32)
+    counts, places = np.empty(2048, np.int32), np.empty(GROUP, np.int32)
+    return values, values.view(np.int32), np.empty(GROUP, np.int32), counts, places
 
 
 @inlined
@@ -47,7 +47,7 @@ def _magnitude(bits: Number) -> Number:
 
 @inlined
 def _candidates(scratch: Scratch, count: Number, floor: Number) -> Number:
-    """Write places and magnitudes of a chunk's numbers of at least `floor` to scratch; return how many there are."""
+    """Write places and magnitudes of a group's numbers of at least `floor` to scratch; return how many there are."""
     _, bits, left, _, places = scratch
     size = np.int32(0)
     for i in range(count):
@@ -81,7 +81,7 @@ def _kth_largest(scratch: Scratch, size: Number, kth: Number) -> tuple[Number, N
 
 @inlined
 def _choose(scratch: Scratch, count: Number, sent: Number, floor: Number) -> Number:
-    """Write the places of a chunk's `sent` largest magnitudes to scratch, in order; return the smallest one's bits.
+    """Write the places of a group's `sent` largest magnitudes to scratch, in order; return the smallest one's bits.
 
     Of equal magnitudes the first are chosen. `floor` is a guess of a smaller magnitude; a wrong one takes longer.
     """
@@ -102,7 +102,7 @@ def _choose(scratch: Scratch, count: Number, sent: Number, floor: Number) -> Num
 
 @inlined
 def _levels(scratch: Scratch, sent: Number) -> tuple[Number, Number, Number]:
-    """Compute a chunk's header from the numbers at the first `sent` places, and write their units to scratch.
+    """Compute a group's header from the numbers at the first `sent` places, and write their units to scratch.
 
     Return the header, the sum of the units (a number is large if its units times `sent` are at least this sum), and the
     bits of the largest magnitude. comm/codecs/blockwise.py has the formulas.
@@ -121,25 +121,25 @@ def _levels(scratch: Scratch, sent: Number) -> tuple[Number, Number, Number]:
         if units[j] * sent >= total:
             large += 1
             of_large += units[j]
-    mean = np.float32(np.float32(of_large) / np.float32(LARGE * LARGE * large))
+    mean = np.float32(np.float32(of_large) / np.float32(HIGH * HIGH * large))
     header = np.int32((np.float32(mean * unit).view(np.int32) >> np.int32(19)) << np.int32(3))
     times, most = (np.int64(total) - of_large) * large, of_large * (np.int64(sent) - large)
     if header != 0 and most > 0:
-        header |= np.int32(min(np.int64(MOST_SMALL), (2 * LARGE * times + most) // (2 * most)))
+        header |= np.int32(min(np.int64(MOST_SMALL), (2 * HIGH * times + most) // (2 * most)))
     return header, total, peak
 
 
 @inlined
 def _scale(header: Number) -> Number:
-    """Return the scale of a chunk's levels in q4: 7 t, exact in bf16."""
-    return np.float32(np.float32(LARGE) * np.int32((header & np.int32(0xFFF8)) << np.int32(16)).view(np.float32))
+    """Return the scale of a group's levels in q4: 7 t, exact in bf16."""
+    return np.float32(np.float32(HIGH) * np.int32((header & np.int32(0xFFF8)) << np.int32(16)).view(np.float32))
 
 
 @inlined
-def _put_scales(blob: Bytes, chunk: Number, blocks: Number, scale: Number) -> None:
-    """Write a chunk's scale to each of its blocks in a q4 blob of `blocks` blocks."""
+def _put_scales(blob: Bytes, group: Number, blocks: Number, scale: Number) -> None:
+    """Write a group's scale to each of its blocks in a q4 blob of `blocks` blocks."""
     upper = np.float32(scale).view(np.int32) >> np.int32(16)
-    for block in range(chunk * (CHUNK // _BLOCK), min((chunk + 1) * (CHUNK // _BLOCK), blocks)):
+    for block in range(group * (GROUP // _BLOCK), min((group + 1) * (GROUP // _BLOCK), blocks)):
         blob[2 * block], blob[2 * block + 1] = np.uint8(upper & 255), np.uint8((upper >> 8) & 255)
 
 
@@ -167,9 +167,9 @@ def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, 
     values, _, units, _, places = scratch
     blocks = (len(residual) + _BLOCK - 1) // _BLOCK
     blob[2 * blocks :] = _ZEROS
-    for chunk in range((len(residual) + CHUNK - 1) // CHUNK):
-        start = np.uint64(chunk * CHUNK)
-        count = min(np.uint64(CHUNK), n - start)
+    for group in range((len(residual) + GROUP - 1) // GROUP):
+        start = np.uint64(group * GROUP)
+        count = min(np.uint64(GROUP), n - start)
         sent = np.int32((count + np.uint64(BUCKET - 1)) // np.uint64(BUCKET))
         for i in range(count):
             values[i] = residual[start + i] + (baseline[start + i] - snapshot[start + i])
@@ -178,13 +178,13 @@ def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, 
         floor = max(np.int32(0), np.int32(_choose(scratch, count, sent, floor) - np.int32(_NEAR)))
         header, total, peak = _levels(scratch, sent)
         largest, scale, small = max(largest, peak), _scale(header), header & np.int32(7)
-        _put_scales(blob, chunk, blocks, scale)
+        _put_scales(blob, group, blocks, scale)
         found: Number = 0  # sum of squared levels
         for j in range(sent):
-            level = np.int32(LARGE) if units[j] * sent >= total else small
+            level = np.int32(HIGH) if units[j] * sent >= total else small
             if scale == np.float32(0.0) or level == 0:
                 continue
-            value, at = values[places[j]], chunk * CHUNK + places[j]
+            value, at = values[places[j]], group * GROUP + places[j]
             level = level if value >= np.float32(0.0) else -level
             _put_level(blob, blocks, at, level)
             residual[at] = value - np.float32(level) * scale
@@ -205,18 +205,18 @@ def widen(parts: Parts, elements: int, blob: Bytes) -> int:
             continue
         if found == sent:
             return BAD_LEVEL
-        chunk = found // _SENT
+        group = found // _SENT
         if found % _SENT == 0:
-            header = np.int32(headers[2 * chunk]) | (np.int32(headers[2 * chunk + 1]) << np.int32(8))
+            header = np.int32(headers[2 * group]) | (np.int32(headers[2 * group + 1]) << np.int32(8))
             small = header & np.int32(7)
             if small > MOST_SMALL:
                 return BAD_LEVEL
-            _put_scales(blob, chunk, blocks, _scale(header))
+            _put_scales(blob, group, blocks, _scale(header))
         at = (bit - found) * BUCKET + ((low_bits[found >> 1] >> (4 - 4 * (found & 1))) & 15)
-        if at <= before or at >= elements or at // CHUNK != chunk:
+        if at <= before or at >= elements or at // GROUP != group:
             return BAD_LEVEL
         pair = levels[found >> 2] >> (6 - 2 * (found & 3))
-        level = np.int32(LARGE) if pair & 1 else small
+        level = np.int32(HIGH) if pair & 1 else small
         _put_level(blob, blocks, at, level if pair & 2 else -level)
         found, before = found + 1, at
     return 0 if found == sent else BAD_LEVEL
@@ -226,13 +226,13 @@ def widen(parts: Parts, elements: int, blob: Bytes) -> int:
 def narrow(blob: Bytes, elements: int, parts: Parts) -> None:
     """Convert a q4 blob that `close` or `widen` has written to a sparse one: fill its `parts`, which must be zero."""
     headers, buckets, low_bits, levels = parts
-    blocks, found, places = (elements + _BLOCK - 1) // _BLOCK, 0, np.empty(CHUNK, np.int32)
-    for chunk in range((elements + CHUNK - 1) // CHUNK):
-        start, count = chunk * CHUNK, min(CHUNK, elements - chunk * CHUNK)
-        block = chunk * (CHUNK // _BLOCK)
+    blocks, found, places = (elements + _BLOCK - 1) // _BLOCK, 0, np.empty(GROUP, np.int32)
+    for group in range((elements + GROUP - 1) // GROUP):
+        start, count = group * GROUP, min(GROUP, elements - group * GROUP)
+        block = group * (GROUP // _BLOCK)
         upper = np.int32(blob[2 * block]) | (np.int32(blob[2 * block + 1]) << np.int32(8))
         scale = np.int32(upper << np.int32(16)).view(np.float32)
-        header = np.float32(scale / np.float32(LARGE)).view(np.int32) >> np.int32(16)
+        header = np.float32(scale / np.float32(HIGH)).view(np.int32) >> np.int32(16)
         sent = (count + BUCKET - 1) // BUCKET
         if _nonzero(blob, 2 * blocks + start // 2, count, places) < sent:
             _fill(blob, blocks, start, sent, places)
@@ -240,21 +240,21 @@ def narrow(blob: Bytes, elements: int, parts: Parts) -> None:
             at = start + places[j]
             level = _get_level(blob, blocks, at)
             magnitude = abs(level)
-            if magnitude != 0 and magnitude != LARGE:
+            if magnitude != 0 and magnitude != HIGH:
                 header = np.int32((header & np.int32(0xFFF8)) | magnitude)
-            bit, pair = at // BUCKET + found, 2 * (level >= 0) + (magnitude == LARGE)
+            bit, pair = at // BUCKET + found, 2 * (level >= 0) + (magnitude == HIGH)
             buckets[bit >> 3] |= np.uint8(128 >> (bit & 7))
             low_bits[found >> 1] |= np.uint8((at & (BUCKET - 1)) << (4 - 4 * (found & 1)))
             levels[found >> 2] |= np.uint8(pair << (6 - 2 * (found & 3)))
             found += 1
-        headers[2 * chunk], headers[2 * chunk + 1] = np.uint8(header & 255), np.uint8((header >> 8) & 255)
+        headers[2 * group], headers[2 * group + 1] = np.uint8(header & 255), np.uint8((header >> 8) & 255)
 
 
 @inlined
 def _nonzero(blob: Bytes, first: Number, count: Number, places: Ints) -> Number:
-    """Write the places of a chunk's levels other than 0 to `places`; return how many there are.
+    """Write the places of a group's levels other than 0 to `places`; return how many there are.
 
-    The chunk's levels begin at byte `first`.
+    The group's levels begin at byte `first`.
     """
     found = np.int32(0)
     for byte in range(np.uint64((count + 1) // 2)):
@@ -268,12 +268,12 @@ def _nonzero(blob: Bytes, first: Number, count: Number, places: Ints) -> Number:
 
 @inlined
 def _fill(blob: Bytes, blocks: Number, start: Number, sent: Number, places: Ints) -> None:
-    """Write the places of `sent` numbers of a chunk: of levels other than 0, and of the first zeros.
+    """Write the places of `sent` numbers of a group: of levels other than 0, and of the first zeros.
 
-    The chunk begins at number `start`.
+    The group begins at number `start`.
     """
     zeros, at, found = sent, start, 0
-    for other in range(start, min(start + CHUNK, 2 * (len(blob) - 2 * blocks))):
+    for other in range(start, min(start + GROUP, 2 * (len(blob) - 2 * blocks))):
         zeros -= _get_level(blob, blocks, other) != 0
     while found < sent:
         is_zero = _get_level(blob, blocks, at) == 0

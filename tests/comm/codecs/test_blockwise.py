@@ -55,7 +55,7 @@ def test_one_bit_keeps_the_sign_of_a_number_and_the_mean_magnitude_of_its_block(
 
 
 @pytest.mark.parametrize("n", [1, 15, 17, 4096, 5000, 8193])
-def test_sparse_keeps_the_largest_of_each_chunk_in_two_magnitudes(n: int) -> None:
+def test_sparse_keeps_the_largest_of_each_group_in_two_magnitudes(n: int) -> None:
     values = torch.randn(n, generator=torch.Generator().manual_seed(n))
     for mine, theirs in zip(torch.split(values, 4096), torch.split(sent("sparse", values), 4096), strict=True):
         largest, at = mine.abs().topk(math.ceil(len(mine) / 16))
@@ -197,7 +197,7 @@ def test_an_unknown_codec_is_refused(codec: str) -> None:
         pytest.param("q4", 10, 0x00, id="level -8 in 4 bits"),
         pytest.param("int8", 10, 0x80, id="level -128"),
         pytest.param("q1", 1, 0xBF, id="negative scale of signs"),
-        pytest.param("sparse", 1, 0xBF, id="negative scale of a sparse chunk"),
+        pytest.param("sparse", 1, 0xBF, id="negative scale of a sparse group"),
         pytest.param("sparse", 0, 0x07, id="level 7 of small numbers"),
         pytest.param("sparse", 2, 0x00, id="too few numbers in the buckets"),
         pytest.param("sparse", 3, 0xFF, id="too many numbers in the buckets"),
