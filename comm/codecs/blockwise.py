@@ -23,7 +23,8 @@ not above a. The scale is rounded down, so that 7 s does not overflow, and is ze
 `sparse` sends one number of 16 (BUCKET): of each group of 4096 numbers (GROUP) the 256 with the largest magnitudes, and
 of equal ones the first; of an incomplete group of m numbers ceil(m/16). Like q1, it is only for vectors with error
 feedback (Stich et al., arXiv 1809.07599). A number that is sent has two bits: its sign, and whether it is large,
-that is, not below the mean magnitude of the numbers that are sent. Large numbers decode to +-49 t and small ones to +-7 m t:
+that is, not below the mean magnitude of the numbers that are sent. Large numbers decode to +-49 t and small ones to
++-7 m t:
 
     t = (mean magnitude of the large numbers) / 49, rounded down to 5 significant bits
     m = round(7 (mean magnitude of the small numbers) / (mean magnitude of the large ones)), at most 6
