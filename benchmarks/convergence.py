@@ -72,11 +72,7 @@ METHODS: dict[str, Method] = {
     "slow": Method(dense=100, slow=True),
     "thin": Method(code="q1", phi_every=NEVER),
     "thin-q4": Method(phi_every=NEVER),
-    **{
-        f"sparse-{parts}-{keep:g}": Method(code="sparse", density=1 / parts, keep=keep, phi_every=NEVER)
-        for parts in (16, 32, 64, 128)
-        for keep in (0.0, 0.25, 1.0)
-    },
+    "sparse": Method(code="sparse", phi_every=NEVER),
     "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }
 DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"

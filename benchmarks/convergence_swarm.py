@@ -22,7 +22,9 @@ from benchmarks import outer_step
 from benchmarks.convergence_model import BETA1, BETA2, EPSILON, Optimizer, Replicas, Shape
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.influence import token_weights
-from decentral.comm.gossip.outer_kernels import rho_of
+from decentral.comm.gossip.kernels_cpu import CompiledKernels
+from decentral.comm.gossip.outer_kernels import SPARSE_CODEC, rho_of
+from decentral.comm.gossip.pull_rule import UNSENT_KEPT
 from decentral.core import config, rng
 from decentral.data import corpora
 
@@ -30,7 +32,7 @@ SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
 BEHIND = 1.5  # as in comm/gossip/exchange.py
 NEVER = 1 << 30  # windows
-CHUNK = 4096  # numbers among which the code "sparse" chooses the largest
+KERNELS = CompiledKernels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,6 @@ class Method:
     phi_every: int = 3  # windows from one pull of slow weights to the next
     exact: bool = False  # nothing is quantised
     code: Literal["q4", "q1", "sparse"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
-    density: float = 1 / 64  # the share of numbers that the code "sparse" sends
-    keep: float = 0.0  # how much of what is not sent yet stays in the peer's own weights, 0 to 1
     code_from: int = 0  # the number of first steps whose windows are in q4
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: rho_of
@@ -219,7 +219,7 @@ class Swarm:
             taken = self.replicas.steps[pull.peer] + int(self.method.beside)  # when the correction is added
             rho = self.method.rho or rho_of(taken - pull.steps, self.method.late_as or self.setting.optimizer)
             outcome = outer_step.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
-            outcome = self._kept(outcome, rho) if self.method.keep else outcome
+            outcome = self._kept(outcome, rho) if self.method.code == SPARSE_CODEC else outcome
             self.slow[pull.peer] = outcome.slow
             self._shift_moment(pull, outcome, rho * self.method.kappa)
             pending = self.pending[pull.peer]
@@ -227,7 +227,7 @@ class Swarm:
 
     def _kept(self, outcome: outer_step.OuterStep, rho: float) -> outer_step.OuterStep:
         """The outer step towards slow weights that have a part of this peer's own progress that is not sent yet."""
-        kept = -rho * self.method.keep * outcome.slow.residual
+        kept = -rho * UNSENT_KEPT * outcome.slow.residual
         slow = replace(outcome.slow, baseline=outcome.slow.baseline + kept)
         return replace(outcome, slow=slow, correction=outcome.correction + kept)
 
@@ -242,31 +242,15 @@ class Swarm:
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:
             return values.clone()
-        if codec == "sparse":
-            return sparse(values, self.method.density)
+        if codec == SPARSE_CODEC:  # the kernel is faster than the formula
+            zeros = torch.zeros_like(values)
+            blob, _ = KERNELS.close(zeros, zeros, values.clone(), codec)
+            return blockwise.decode("q4", blob, values.numel())
         return blockwise.decode(codec, blockwise.encode(codec, values), values.numel())
 
     def _bytes(self, codec: str) -> float:
-        if codec == "sparse":
-            return sparse_bytes(self.method.density)
         size = self.replicas.theta_PN.shape[1]
         return blockwise.CODECS["fp32" if self.method.exact else codec].size(size) / size
-
-
-def sparse(values_N: Tensor, density: float) -> Tensor:
-    """The largest magnitudes of each chunk, in two bits: a sign, and whether it is above the mean of those sent."""
-    padded_CK = torch.nn.functional.pad(values_N, (0, -len(values_N) % CHUNK)).view(-1, CHUNK)
-    found = padded_CK.abs().topk(round(density * CHUNK), dim=1)
-    large = found.values > found.values.mean(dim=1, keepdim=True)
-    means = [(found.values * one).sum(1, True) / one.sum(1, True).clamp_min(1) for one in (large, ~large)]
-    sent = torch.where(large, means[0], means[1]) * padded_CK.gather(1, found.indices).sign()
-    return torch.zeros_like(padded_CK).scatter_(1, found.indices, sent).flatten()[: len(values_N)]
-
-
-def sparse_bytes(density: float) -> float:
-    """Bytes for each number: indices at 1.15 times their entropy, two bits for a value, and two scales for a chunk."""
-    entropy = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
-    return (1.15 * entropy + 2 * density) / 8 + 4 / CHUNK
 
 
 def rate_at(setting: Setting, now: int) -> float:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.kernel_choice import best_kernels
-from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
+from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, OuterKernels, OuterVectors, Weighted
 
 REPEATS = 7
 LEAST_S = 0.01  # a repetition calls a kernel as often as it takes to last so long
@@ -102,10 +102,12 @@ def measured(kernels: OuterKernels, n: int) -> Iterator[tuple[str, int, Callable
     phi, baseline, other, values = (vector(n, seed) for seed in range(4))
     blob, near = blockwise.encode("q4", values), blockwise.encode("int8", phi)
     yield "close", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other)
-    yield "close q1", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other, "q1")
-    signs, q1 = blockwise.encode("q1", values), blockwise.size("q1", n)
-    yield "widen q1", q1 + q4, partial(kernels.widen, signs, n)
-    yield "narrow q1", q1 + q4, partial(kernels.narrow, blockwise.widened(signs, n), n)
+    for code in SHORTER_CODECS:
+        shorter = blockwise.encode(code, values)
+        wide, size = blockwise.widened(code, shorter, n), len(shorter) + q4
+        yield f"close {code}", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other, code)
+        yield f"widen {code}", size, partial(kernels.widen, code, shorter, n)
+        yield f"narrow {code}", size, partial(kernels.narrow, code, wide, n)
     yield "length", q4, partial(kernels.length, blob, n)
     yield "distance", FP32 * n + int8, partial(kernels.distance, phi, near)
     own, partners = [Weighted(1 / 3, blob)], [Weighted(1 / 3, near)] * PARTNERS

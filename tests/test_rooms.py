@@ -87,8 +87,8 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "data": "corpora source stream",
         "comm.codecs": "blockwise sections",
         "comm.gossip": (
-            "allreduce cuda_source influence kernel_choice kernel_proof kernels_cpu kernels_cuda outer_kernels "
-            "pull_rule trust update_rules"
+            "allreduce cuda_source deviations influence kernel_choice kernel_proof kernels_cpu kernels_cuda "
+            "outer_kernels pull_rule trust update_rules"
         ),
         "comm.pipeline": "activations",
         "comm.rounds": "synchronous_rule",

@@ -2,6 +2,7 @@
 
     codec   levels      block   bytes for n numbers          error within a block of largest magnitude a
     q1      -7, 7       128     ceil(n/8) + 2 ceil(n/128)    at most a, s = bf16_down(mean magnitude / 7)
+    sparse  -7..7       4096    about 0.063 n: see below     at most a
     q4      -7..7       128     ceil(n/2) + 2 ceil(n/128)    at most s/2, s = bf16_up(a/7)
     int8    -127..127   256     n + 2 ceil(n/256)            at most s/2, s = bf16_up(a/127)
     bf16                        2 n                          a relative 2^-9
@@ -19,6 +20,28 @@ can be converted to q4 and back without loss (`widened`, `narrowed`). The mean i
 depend on the order of summation: magnitudes are rounded to multiples of 2^-15 p, where p is the largest power of two
 not above a. The scale is rounded down, so that 7 s does not overflow, and is zero if a is below 2^-126.
 
+`sparse` sends one number of 16 (BUCKET): of each group of 4096 numbers (GROUP) the 256 with the largest magnitudes, and
+of equal ones the first; of an incomplete group of m numbers ceil(m/16). Like q1, it is only for vectors with error
+feedback (Stich et al., arXiv 1809.07599). A number that is sent has two bits: its sign, and whether it is large,
+that is, not below the mean magnitude of the numbers that are sent. Large numbers decode to +-49 t and small ones to
++-7 m t:
+
+    t = (mean magnitude of the large numbers) / 49, rounded down to 5 significant bits
+    m = round(7 (mean magnitude of the small numbers) / (mean magnitude of the large ones)), at most 6
+
+So q4 can store both with the scale 7 t, or m t in a block without large numbers, since both have 8 significant bits: a
+sparse blob converts to q4 and back. Means are computed as for q1; if t is zero, m is. A number that decodes to zero is
+not sent; the first numbers of the group that are not sent take the place of such numbers, as small and positive ones.
+
+A blob in which K = ceil(n/16) numbers are sent has four parts, in the bit order of numpy.packbits:
+
+    headers     2 bytes a group     the bf16 bits of t, of which the last 3 are m
+    buckets     2 K bits            bit at//16 + i is 1 if the i-th number sent is number `at` of the vector
+    low bits    4 K bits            at % 16 of each number sent
+    levels      2 K bits            of each number sent: 1 if it is >= 0, and 1 if it is large
+
+So a place takes 6 bits (code of Elias and Fano), 1.11 times the entropy of a choice of one number in 16.
+
 The codecs in CODECS compute these formulas in torch, for vectors on any device. Compiled functions, which return the
 same bits, encode and decode vectors in host memory (comm/codecs/compiled_blocks.py). Vectors with NaN or infinity are
 always encoded by the formulas; partners refuse the resulting blobs.
@@ -33,14 +56,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentral.comm.codecs import compiled_blocks
+from decentral.comm.codecs import compiled_blocks, compiled_sparse
 from decentral.comm.codecs.compiled_blocks import Bytes
+from decentral.comm.codecs.compiled_sparse import BUCKET, GROUP, HIGH, LOW_BITS, MOST_SMALL, Parts
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
 
 class Codec(Protocol):
-    """Interface of the codecs in CODECS; implemented in torch operations by LevelCodec, SignCodec and FloatCodec."""
+    """Interface of the codecs in CODECS; implemented in torch by LevelCodec, SignCodec, SparseCodec and FloatCodec."""
 
     def size(self, n: int) -> int:
         """Return the number of bytes that n encoded numbers take."""
@@ -107,18 +131,25 @@ def warm_up() -> None:
     """Run each codec once, so that numba compiles it now and not during training; this may take seconds."""
     for codec in CODECS:
         decode(codec, encode(codec, torch.zeros(1)), 1)
-    narrowed(widened(encode("q1", torch.zeros(1)), 1), 1)
+    for codec in ("q1", "sparse"):
+        narrowed(codec, widened(codec, encode(codec, torch.zeros(1)), 1), 1)
 
 
-def widened(blob: bytes | memoryview, elements: int) -> bytes:
-    """Re-encode a q1 blob as q4 without changing the numbers, and return the q4 blob.
+def widened(codec: str, blob: bytes | memoryview, elements: int) -> bytes:
+    """Re-encode a q1 or sparse blob as q4 without changing the numbers, and return the q4 blob.
 
     Scales are copied without a check, because `decode` refuses invalid scales.
 
     Raises:
-        ProtocolError: If the blob does not have the size of `elements` numbers.
+        ProtocolError: If the blob does not have the size of `elements` numbers, or a place in a sparse blob is out of
+            range or out of order.
     """
-    signs = as_bytes("q1", blob, elements)[_scale_bytes(elements) :]
+    read = as_bytes(codec, blob, elements)
+    if codec == "sparse":
+        wide = np.empty(size("q4", elements), np.uint8)
+        refuse(codec, compiled_sparse.widen(_sparse_parts(read, elements), elements, wide))
+        return wide.tobytes()
+    signs = read[_scale_bytes(elements) :]
     levels = np.empty(len(signs), np.uint32)
     compiled_blocks.widen(signs, levels)
     pairs = levels.view(np.uint8)[: math.ceil(elements / 2)]
@@ -127,21 +158,36 @@ def widened(blob: bytes | memoryview, elements: int) -> bytes:
     return _with_scales_of(blob, elements, pairs)
 
 
-def narrowed(blob: bytes | memoryview, elements: int) -> bytes:
-    """Re-encode a q4 blob as q1 without changing the numbers, and return the q1 blob.
+def narrowed(codec: str, blob: bytes | memoryview, elements: int) -> bytes:
+    """Re-encode a q4 blob as q1 or sparse without changing the numbers, and return the new blob.
 
-    All levels must be 7 or -7, or 0 where the scale is 0. This is not checked: any other level becomes 7 or -7.
+    The q4 blob must be one that `widened` returns, or that CompiledKernels or CudaKernels have closed with this code.
+    This is not checked.
 
     Raises:
         ProtocolError: If the blob does not have the size of `elements` numbers.
     """
-    pairs = as_bytes("q4", blob, elements)[_scale_bytes(elements) :]
+    read = as_bytes("q4", blob, elements)
+    if codec == "sparse":
+        sparse = np.zeros(size(codec, elements), np.uint8)
+        compiled_sparse.narrow(read, elements, _sparse_parts(sparse, elements))
+        return sparse.tobytes()
+    pairs = read[_scale_bytes(elements) :]
     levels, signs = np.zeros(math.ceil(elements / 8), np.uint32), np.empty(math.ceil(elements / 8), np.uint8)
     levels.view(np.uint8)[: len(pairs)] = pairs
     compiled_blocks.narrow(levels, signs)
     if elements % 8:
         signs[-1] &= 0x100 - (1 << (8 - elements % 8))  # clear the unused bits of the last byte
     return _with_scales_of(blob, elements, signs)
+
+
+def _sparse_parts(blob: Bytes, elements: int) -> Parts:
+    """Return views of a sparse blob's headers, buckets, low bits of the places, and levels."""
+    sent = math.ceil(elements / BUCKET)
+    ends = [2 * math.ceil(elements / GROUP)]
+    for bits in (2, LOW_BITS):
+        ends.append(ends[-1] + math.ceil(bits * sent / 8))
+    return blob[: ends[0]], blob[ends[0] : ends[1]], blob[ends[1] : ends[2]], blob[ends[2] :]
 
 
 def _scale_bytes(elements: int) -> int:
@@ -194,7 +240,8 @@ def stretches(codec: str, blob: bytes | memoryview, elements: int, begins: Seque
 def refuse(codec: str, fault: int) -> None:
     """Raise ProtocolError if `fault`, the fault code that a compiled function returned for a blob, is not 0."""
     if fault & compiled_blocks.BAD_LEVEL:
-        raise ProtocolError(Reason.LEVELS, f"a level in the {codec} blob is out of range, or a scale is negative")
+        expected = "levels and places in their range and order, and no negative scale"
+        raise ProtocolError(Reason.LEVELS, f"expected {expected} in the {codec} blob")
     if fault & compiled_blocks.NOT_FINITE:
         raise ProtocolError(Reason.NAN, f"expected finite numbers in a {codec} blob; got NaN or infinity")
 
@@ -262,17 +309,85 @@ class SignCodec:
         """Encode fp32 values [n], on any device, and return the bytes."""
         block = BLOCKS["q1"]
         padded = _blocks(values, block)
-        peaks = padded.abs().amax(dim=1).view(torch.int32)
-        unit = (peaks & compiled_blocks.INFINITE).view(torch.float32) / compiled_blocks.UNITS
-        counted = (padded.abs() / unit.masked_fill(unit == 0, 1.0)[:, None]).round_().to(torch.int64).sum(dim=1)
+        unit, units = _units(padded)
         counts = (values.numel() - block * torch.arange(len(padded), device=values.device)).clamp_max(block)
-        scales = _bf16_down(counted.float() / (7 * counts).float() * unit)
+        scales = _bf16_down(units.sum(dim=1).float() / (7 * counts).float() * unit)
         signs = (padded >= 0) | (scales == 0)[:, None]
         return _bytes(scales.cpu()) + np.packbits(signs.view(-1)[: values.numel()].cpu().numpy()).tobytes()
 
     def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
         """Decode a blob into fp32 [n]; raise ProtocolError if a scale is negative."""
-        return CODECS["q4"].unpack(widened(bytes(blob), n), n)
+        return CODECS["q4"].unpack(widened("q1", bytes(blob), n), n)
+
+
+class SparseCodec:
+    """The codec `sparse`: places, signs and one of two magnitudes of each group's largest numbers."""
+
+    def size(self, n: int) -> int:
+        """Return the number of bytes that n encoded numbers take."""
+        sent = math.ceil(n / BUCKET)
+        return 2 * math.ceil(n / GROUP) + sum(math.ceil(bits * sent / 8) for bits in (2, LOW_BITS, 2))
+
+    def pack(self, values: Tensor) -> bytes:
+        """Encode fp32 values [n], on any device, and return the bytes."""
+        n, padded_CN = values.numel(), _blocks(values, GROUP)
+        places_N = torch.arange(GROUP, device=values.device)
+        counts_C1 = (n - GROUP * torch.arange(len(padded_CN), device=values.device)).clamp_max(GROUP)[:, None]
+        sent_C1 = (counts_C1 + BUCKET - 1).div(BUCKET, rounding_mode="floor")
+        bits_CN = padded_CN.abs().view(torch.int32).masked_fill(places_N >= counts_C1, -1)
+        chosen_CN = _first(bits_CN, sent_C1)
+        unit_C, units_CN = _units(padded_CN)
+        units_CN = units_CN.masked_fill(~chosen_CN, 0)
+        large_CN = chosen_CN & (units_CN * sent_C1 >= units_CN.sum(dim=1, keepdim=True))
+        large_C, of_large_C = large_CN.sum(dim=1), units_CN.masked_fill(~large_CN, 0).sum(dim=1)
+        mean_C = of_large_C.float() / (HIGH * HIGH * large_C).float() * unit_C
+        header_C = mean_C.view(torch.int32) >> 19 << 3
+        times_C = (units_CN.sum(dim=1) - of_large_C) * large_C
+        most_C = (of_large_C * (sent_C1[:, 0] - large_C)).clamp_min(1)
+        small_C = (2 * HIGH * times_C + most_C).div(2 * most_C, rounding_mode="floor").clamp(0, MOST_SMALL)
+        small_C = small_C.masked_fill(header_C == 0, 0).to(torch.int32)
+        level_CN = torch.where(large_CN, HIGH, chosen_CN * small_C[:, None]).masked_fill(header_C[:, None] == 0, 0)
+        at = _first((level_CN != 0).int(), sent_C1).view(-1).nonzero()[:, 0]
+        level, positive = (one.view(-1)[at].cpu().numpy() for one in (level_CN, (padded_CN >= 0) | (level_CN == 0)))
+        found = at.cpu().numpy()
+        buckets = np.zeros(2 * len(found), np.bool_)
+        buckets[found // BUCKET + np.arange(len(found))] = True
+        low = found[:, None] >> np.arange(LOW_BITS - 1, -1, -1) & 1
+        parts = buckets, low > 0, np.stack((positive, level == HIGH), axis=1)
+        headers = (header_C | small_C).to(torch.int16).cpu()
+        return _bytes(headers) + b"".join(np.packbits(part).tobytes() for part in parts)
+
+    def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        """Decode a blob into fp32 [n]; raise ProtocolError if a place, level or scale is out of range."""
+        parts, sent = _sparse_parts(as_bytes("sparse", bytes(blob), n), n), math.ceil(n / BUCKET)
+        headers, order = parts[0].view(np.uint16).astype(np.int32), np.arange(sent)
+        buckets, low, levels = (
+            np.unpackbits(part, count=bits * sent) for part, bits in zip(parts[1:], (2, LOW_BITS, 2), strict=True)
+        )
+        scales = HIGH * torch.from_numpy((headers & 0xFFF8) << 16).view(torch.float32)
+        small, ones, (positive, large) = headers & 7, buckets.nonzero()[0], levels.reshape(sent, 2).T
+        if len(ones) != sent or (small > MOST_SMALL).any() or bool((scales.isfinite() & (scales < 0)).any()):
+            refuse("sparse", compiled_blocks.BAD_LEVEL)
+        at = (ones - order) * BUCKET + low.reshape(sent, LOW_BITS) @ (1 << np.arange(LOW_BITS - 1, -1, -1))
+        groups = order // (GROUP // BUCKET)
+        if (np.diff(at) <= 0).any() or (at >= n).any() or (at // GROUP != groups).any():
+            refuse("sparse", compiled_blocks.BAD_LEVEL)
+        signed = np.where(large, HIGH, small[groups]) * np.where(positive, 1, -1)
+        values = torch.zeros(n)
+        values[torch.from_numpy(at)] = torch.from_numpy(signed).float() * scales[torch.from_numpy(groups)]
+        return values
+
+
+def _first(keys_CN: Tensor, sent_C1: Tensor) -> Tensor:
+    """Return which numbers of each row have its `sent` largest keys; of equal keys, the first ones have."""
+    return keys_CN.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < sent_C1
+
+
+def _units(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's unit, fp32, and its magnitudes as integer multiples of the unit (see q1 above), int64."""
+    peaks = values.abs().amax(dim=1).view(torch.int32)
+    unit = (peaks & compiled_blocks.INFINITE).view(torch.float32) / compiled_blocks.UNITS
+    return unit, (values.abs() / unit.masked_fill(unit == 0, 1.0)[:, None]).round_().to(torch.int64)
 
 
 def _bf16_down(values: Tensor) -> Tensor:
@@ -325,6 +440,7 @@ CODECS: dict[str, Codec] = {
     "int8": LevelCodec(8, BLOCKS["int8"]),
     "bf16": FloatCodec(torch.bfloat16),
     "fp32": FloatCodec(torch.float32),
+    "sparse": SparseCodec(),
 }
 COMPILED_PACK = {"q4": compiled_blocks.pack_q4, "int8": compiled_blocks.pack_int8}
 COMPILED_UNPACK = {"q4": compiled_blocks.unpack_q4, "int8": compiled_blocks.unpack_int8}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.outer_kernels import (
-    ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
+    SHORTER_CODECS,
     SLOW_WEIGHTS_CODEC,
     OuterKernels,
     OuterVectors,
@@ -64,7 +64,7 @@ def prove(kernels: OuterKernels) -> None:
     """
     both = (kernels, TorchKernels(Formulas()))
     for vectors in _cases():
-        for code in (PSEUDO_GRADIENT_CODEC, ONE_BIT_CODEC):
+        for code in (PSEUDO_GRADIENT_CODEC, *SHORTER_CODECS):
             _prove_close(both, vectors, code)
         _prove_merge(both, [vector / 16 for vector in vectors])  # divided by 16, so that no decoded number overflows
     _prove_refusals(both)
@@ -91,19 +91,15 @@ def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor],
     if not isinstance(ours, tuple) or not isinstance(theirs, tuple):
         _same("close", closed)  # if the vectors are refused, both implementations must give the same reason
         return
-    _same("the bytes of close", (ours[0], theirs[0]))
+    read = partial(Formulas().decode, PSEUDO_GRADIENT_CODEC, elements=residual.numel())
+    _same_bits("the numbers of close", (read(ours[0]), read(theirs[0])))
     _near("the length of close", (ours[1], theirs[1]))
     _same_bits("the residual", kept)
     _near("length", (one.length(theirs[0], residual.numel()) for one in both))
-    if code == ONE_BIT_CODEC:
-        _prove_one_bit(both, theirs[0], residual.numel())
-
-
-def _prove_one_bit(both: tuple[OuterKernels, OuterKernels], blob: bytes, elements: int) -> None:
-    narrow = [one.narrow(blob, elements) for one in both]
-    _same("narrow", narrow)
-    wide = [Formulas().decode(PSEUDO_GRADIENT_CODEC, one.widen(narrow[0], elements), elements) for one in both]
-    _same("widen", (values.tolist() for values in wide))
+    if code != PSEUDO_GRADIENT_CODEC:
+        narrow = [one.narrow(code, blob, residual.numel()) for one, (blob, _) in zip(both, (ours, theirs), strict=True)]
+        _same(f"narrow to {code}", narrow)
+        _same_bits(f"widen from {code}", (read(one.widen(code, narrow[0], residual.numel())) for one in both))
 
 
 def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
@@ -131,14 +127,15 @@ def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
         _same(f"close of {value}", (_outcome(partial(one.close, bad, ones, ones.clone())) for one in both))
     for blob in _damaged(Formulas().encode(PSEUDO_GRADIENT_CODEC, ones)):
         _same("length of a damaged blob", (_reason(partial(one.length, blob, n)) for one in both))
-    for blob in _damaged(Formulas().encode(ONE_BIT_CODEC, ones)):
-        _same("a damaged blob of q1", (_reason(partial(_length_of_signs, one, blob, n)) for one in both))
+    for code in SHORTER_CODECS:
+        for blob in _damaged(Formulas().encode(code, ones)):
+            _same(f"a damaged blob of {code}", (_reason(partial(_length_of, one, code, blob, n)) for one in both))
     for blob in _damaged(Formulas().encode(SLOW_WEIGHTS_CODEC, ones)):
         _same("distance of a damaged blob", (_reason(partial(one.distance, ones, blob)) for one in both))
 
 
-def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float:
-    return kernels.length(kernels.widen(blob, elements), elements)
+def _length_of(kernels: OuterKernels, code: str, blob: bytes, elements: int) -> float:
+    return kernels.length(kernels.widen(code, blob, elements), elements)
 
 
 def _damaged(blob: bytes) -> Iterator[bytes]:

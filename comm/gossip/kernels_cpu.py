@@ -9,12 +9,13 @@ from math import sqrt
 import numpy as np
 from torch import Tensor
 
-from decentral.comm.codecs import blockwise, compiled_blocks
+from decentral.comm.codecs import blockwise, compiled_blocks, compiled_sparse
 from decentral.comm.codecs.compiled_blocks import Bytes, Floats
 from decentral.comm.gossip.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
+    SPARSE_CODEC,
     OuterVectors,
     Weighted,
 )
@@ -37,18 +38,21 @@ class CompiledKernels:
         if len(self._packed) < size:
             self._packed = np.empty(size, np.uint8)
         blob, vectors = self._packed[:size], (snapshot.cpu().numpy(), baseline.numpy(), residual.numpy())
-        squares, largest = compiled_blocks.close(vectors, blob, code == ONE_BIT_CODEC)
+        if code == SPARSE_CODEC:
+            squares, largest = compiled_sparse.close(vectors, blob)
+        else:
+            squares, largest = compiled_blocks.close(vectors, blob, code == ONE_BIT_CODEC)
         if largest >= compiled_blocks.INFINITE:
             raise ProtocolError(Reason.NAN, "expected a finite pseudo-gradient; some numbers are NaN or infinite")
         return blob.tobytes(), sqrt(squares)
 
-    def narrow(self, blob: bytes, elements: int) -> bytes:
-        """Convert a four-bit (q4) blob, made by `close` with code "q1", to a one-bit (q1) blob of the same values."""
-        return blockwise.narrowed(blob, elements)
+    def narrow(self, code: str, blob: bytes, elements: int) -> bytes:
+        """Convert a q4 blob, made by `close` with this code, to a blob of the same values in the code."""
+        return blockwise.narrowed(code, blob, elements)
 
-    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a one-bit (q1) blob to a q4 blob of the same values; raise ProtocolError if its size is wrong."""
-        return blockwise.widened(blob, elements)
+    def widen(self, code: str, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a q1 or sparse blob to a q4 blob of the same values (`OuterKernels.widen`)."""
+        return blockwise.widened(code, blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""

@@ -21,11 +21,12 @@ from torch import Tensor
 from decentral.comm.codecs import blockwise, compiled_blocks
 from decentral.comm.codecs.compiled_blocks import Bytes
 from decentral.comm.gossip.cuda_source import COMPILE_OPTIONS, SOURCE, check_arguments
-from decentral.comm.gossip.kernels_cpu import factors_of, stacked
+from decentral.comm.gossip.kernels_cpu import CompiledKernels, factors_of, stacked
 from decentral.comm.gossip.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
+    SPARSE_CODEC,
     OuterVectors,
     Weighted,
 )
@@ -65,6 +66,7 @@ class CudaKernels:
         assert chunk_elements % 256 == 0, "a chunk has whole blocks"
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device, self.chunk_elements = torch.device("cuda", index), chunk_elements
+        self._host = CompiledKernels()
         with torch.cuda.device(self.device):
             self._slots = [_Slot(self.device, chunk_elements) for _ in range(2)]
             self._module = _compiled()
@@ -73,6 +75,8 @@ class CudaKernels:
         self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
     ) -> tuple[bytes, float]:
         """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`)."""
+        if code == SPARSE_CODEC:  # the largest numbers are chosen on the CPU
+            return self._host.close(snapshot, baseline, residual, code)
         n, blocks, signs = len(residual), -(-len(residual) // 128), np.int32(code == ONE_BIT_CODEC)
         if not n:
             return b"", 0.0
@@ -90,13 +94,13 @@ class CudaKernels:
                 raise ProtocolError(Reason.NAN, "expected a finite pseudo-gradient; some numbers are NaN or infinite")
             return blob.cpu().numpy().tobytes(), sqrt(float(squares.sum()))
 
-    def narrow(self, blob: bytes, elements: int) -> bytes:
-        """Convert a four-bit (q4) blob, made by `close` with code "q1", to a one-bit (q1) blob of the same values."""
-        return blockwise.narrowed(blob, elements)
+    def narrow(self, code: str, blob: bytes, elements: int) -> bytes:
+        """Convert a q4 blob, made by `close` with this code, to a blob of the same values in the code."""
+        return blockwise.narrowed(code, blob, elements)
 
-    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a one-bit (q1) blob to a q4 blob of the same values; raise ProtocolError if its size is wrong."""
-        return blockwise.widened(blob, elements)
+    def widen(self, code: str, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a q1 or sparse blob to a q4 blob of the same values (`OuterKernels.widen`)."""
+        return blockwise.widened(code, blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""

@@ -6,12 +6,14 @@ Start at the protocol `OuterKernels`; `TorchKernels` is the reference. The algor
 
     close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q;  then baseline = snapshot
             q is the window's pseudo-gradient as partners decode it. `gossip.code` chooses the quantiser Q. Kernels
-            handle only q4 bytes, which can store every value of q1: a partner's q1 blob is converted to q4 when it
-            arrives, and our q4 blob is converted to q1 before it is published.
+            handle only q4 bytes, which can store every value of q1 and sparse: a partner's blob in these codes is
+            converted to q4 when it arrives, and our q4 blob is converted to them before it is published.
     merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   our own pseudo-gradient first
             apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...     partners whose slow weights were pulled
             phi = (phi - g) - apart                               comm/gossip/pull_rule.py has the weights w and v
             correction = rho (phi - baseline);  baseline = baseline + correction
+            With sparse, correction and baseline are then lowered by rho UNSENT_KEPT residual, so that the live weights
+            keep a part of the training that is not published yet (comm/gossip/pull_rule.py).
             The correction is added to the live weights between two steps. rho is the share of the correction that is
             applied; a later correction gets a smaller rho (`rho_of`). Then baseline = baseline + residual, and the next
             close begins with a residual of zero, since one vector takes less memory than two.
@@ -42,6 +44,8 @@ from decentral.core.reasons import Reason
 
 PSEUDO_GRADIENT_CODEC = "q4"  # codec of pseudo-gradients in memory and, by default, on the wire
 ONE_BIT_CODEC = "q1"  # codec of pseudo-gradients on slow links, if the config's `gossip.code` allows it
+SPARSE_CODEC = "sparse"  # codec of the largest numbers of pseudo-gradients, if `gossip.code` is sparse
+SHORTER_CODECS = (ONE_BIT_CODEC, SPARSE_CODEC)  # codecs that kernels convert to q4 and back
 SLOW_WEIGHTS_CODEC = "int8"
 
 
@@ -79,20 +83,21 @@ class OuterKernels(Protocol):
             snapshot: Weights at the window's end, on any device.
             baseline: Weights at the last window's end, plus the corrections since then, in host memory.
             residual: Quantisation error of the windows before, in host memory.
-            code: The quantiser Q: "q4" or "q1".
+            code: The quantiser Q: "q4", "q1" or "sparse".
 
         Raises:
             ProtocolError: NAN, if a number is not finite; the content of `residual` is then unspecified.
         """
 
-    def narrow(self, blob: bytes, elements: int) -> bytes:
-        """Convert a q4 blob, made by `close` with code "q1", to q1; the blob's levels are 7 or -7, or 0 at scale 0."""
+    def narrow(self, code: str, blob: bytes, elements: int) -> bytes:
+        """Convert a q4 blob, made by `close` of these kernels with this code, to the code, without changing a value."""
 
-    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a q1 (one-bit) blob to q4 (four-bit) without changing a value.
+    def widen(self, code: str, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a blob in `code`, one of SHORTER_CODECS, to q4 without changing a value.
 
         Raises:
-            ProtocolError: If the blob's size is wrong. Invalid scales may pass; `length` refuses them.
+            ProtocolError: If the blob's size, or a place in a sparse blob, is wrong. Invalid scales may pass; `length`
+                refuses them.
         """
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
@@ -146,15 +151,15 @@ class TorchKernels:
         blob = self.codecs.encode(code, owed)
         published = self.codecs.decode(code, blob, owed.numel())
         torch.sub(owed, published, out=residual)
-        return blob if code == PSEUDO_GRADIENT_CODEC else self.widen(blob, owed.numel()), _length(published)
+        return blob if code == PSEUDO_GRADIENT_CODEC else self.widen(code, blob, owed.numel()), _length(published)
 
-    def narrow(self, blob: bytes, elements: int) -> bytes:
-        """Convert a four-bit (q4) blob, made by `close` with code "q1", to a one-bit (q1) blob of the same values."""
-        return self.codecs.encode(ONE_BIT_CODEC, self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
+    def narrow(self, code: str, blob: bytes, elements: int) -> bytes:
+        """Convert a q4 blob, made by `close` with this code, to a blob of the same values in the code."""
+        return self.codecs.encode(code, self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
 
-    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a one-bit (q1) blob to a q4 blob of the same values; raise ProtocolError if its size is wrong."""
-        return self.codecs.encode(PSEUDO_GRADIENT_CODEC, self.codecs.decode(ONE_BIT_CODEC, blob, elements))
+    def widen(self, code: str, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a q1 or sparse blob to a q4 blob of the same values (`OuterKernels.widen`)."""
+        return self.codecs.encode(PSEUDO_GRADIENT_CODEC, self.codecs.decode(code, blob, elements))
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""

@@ -16,6 +16,7 @@ from decentral.comm.gossip.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
+    SPARSE_CODEC,
     OuterVectors,
     Weighted,
     rho_of,
@@ -30,6 +31,8 @@ from decentral.engine.fragment import Live
 PSEUDO_GRADIENT = "pseudo_gradient"
 # A correction in `fold` is dropped as rounding error if its L2 norm is at most this fraction of the slow weights' norm.
 ROUNDING = 1e-6
+# A merge leaves this share of what a sparse window has not published in the live weights (docs/results/convergence.md).
+UNSENT_KEPT = 0.25
 
 
 class PullRule(UpdateRule):
@@ -49,6 +52,7 @@ class PullRule(UpdateRule):
         super().__init__(gossip, theta, peer, tools)
         self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
+        self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
         # The weights from which the next pseudo-gradient is measured: theta at the last close of a window, plus all
         # corrections since then, and plus the residual while no window waits for its merge.
@@ -74,7 +78,8 @@ class PullRule(UpdateRule):
         blob, length = kernels.close(theta, self.baseline, residual, code)
         self.history.experience.closed(length)
         self.baseline, self.residual = theta, residual
-        sent = kernels.narrow(blob, self.elements) if code == ONE_BIT_CODEC else blob
+        self.unsent_kept = UNSENT_KEPT if code == SPARSE_CODEC else 0.0
+        sent = blob if code == PSEUDO_GRADIENT_CODEC else kernels.narrow(code, blob, self.elements)
         packer.add_encoded(PSEUDO_GRADIENT, code, self.elements, sent)
         self.closed = window, blob
 
@@ -90,8 +95,9 @@ class PullRule(UpdateRule):
         """
         parts, kernels = split(one.layout, one.blob), self.tools.kernels
         pseudo_gradient = parts[PSEUDO_GRADIENT]
-        if any(section.name == PSEUDO_GRADIENT and section.codec == ONE_BIT_CODEC for section in one.layout):
-            pseudo_gradient = kernels.widen(pseudo_gradient, self.elements)
+        code = next(section.codec for section in one.layout if section.name == PSEUDO_GRADIENT)
+        if code != PSEUDO_GRADIENT_CODEC:
+            pseudo_gradient = kernels.widen(code, pseudo_gradient, self.elements)
         length = kernels.length(pseudo_gradient, self.elements)
         phi = parts.get("phi")
         distance = 0.0 if phi is None else kernels.distance(self.phi, phi)
@@ -129,6 +135,7 @@ class PullRule(UpdateRule):
             rho_of(steps - own.steps, self.tools.optimizer),
         )
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
+        self._keep_unsent(vectors, rho * self.unsent_kept)
         self._end_window()  # only now: if the kernel runs out of memory, the final checkpoint includes the window
         return Correction(vectors.correction)
 
@@ -153,6 +160,13 @@ class PullRule(UpdateRule):
         if self.closed is not None:
             self.phi.sub_(self._read(self.closed[1]))
             self._end_window()
+
+    def _keep_unsent(self, vectors: OuterVectors, share: float) -> None:
+        """Change a merge so that the live weights keep this share of the training that is not published yet."""
+        assert self.residual is not None, "a closed window has a residual"
+        if share:
+            vectors.correction.sub_(self.residual, alpha=share)
+            vectors.baseline.sub_(self.residual, alpha=share)
 
     def _end_window(self) -> None:
         """Add the residual of the closed window to the baseline, and free it."""

@@ -50,6 +50,7 @@ from torch.nn.functional import normalize
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip import influence
+from decentral.comm.gossip.deviations import Deviations, chance_of
 from decentral.comm.gossip.influence import COMPARED_NUMBERS, MOST_KNOWN, Experience, Outliers
 from decentral.comm.gossip.update_rules import Parts, Window
 from decentral.core import rng
@@ -59,17 +60,10 @@ from decentral.core.latest import keep_latest
 STRETCHES = 128  # vectors are compared in at most this many sampled pieces
 STRETCH_NUMBERS = 256  # numbers in a sampled piece; a multiple of every codec's block
 SECRET_NUMBERS = 64  # this many numbers of our unpublished quantisation residual seed the choice of sampled pieces
-NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance: 0.02 for vectors of 8192 numbers
 
 # `with_us`: a partner's window that points against ours is not trusted.
 MOST_TIMES_OURS = 10.0  # a pseudo-gradient is scaled down to at most this many times the length of ours: no overflow
 AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus this many times the chance level (NOISE)
-
-# `unbiased`: a partner that always differs from us in one direction is not trusted.
-PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
-OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
-ALLOWED_COSINE = 0.175  # a partner has full weight if its `Deviation.persistence` is at most the chance level plus this
-TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the median persistence of all partners
 
 # `useful`: a partner whose progress has nothing in common with ours is not trusted.
 KEPT = 0.95  # each new window multiplies the weights of earlier windows by this, for a mean over about 20 windows
@@ -123,79 +117,6 @@ class WindowSample:
         if not self.begins:
             return vector.clone()
         return torch.cat([vector[begin : begin + STRETCH_NUMBERS] for begin in self.begins])
-
-
-@dataclass(slots=True)
-class Deviation:
-    """Sums, by period, of the differences between the directions (unit vectors) of one partner's windows and ours."""
-
-    fresh: Tensor | None = None  # sum of the differences in the current period; None before its first window
-    waiting: Tensor | None = None  # sum of the differences in the previous period; None if it had no window
-    old: Tensor | None = None  # sum of the differences in all earlier periods; older periods have less weight
-    persistence: float | None = None  # cosine between the newest difference and `old`; None while `old` is None
-
-    def add(self, found: Tensor) -> None:
-        """Add a window's difference `found`, and update `persistence`. Later calls may change `found` in place."""
-        if self.old is not None and bool(self.old.any()):
-            self.persistence = float(torch.nn.functional.cosine_similarity(found, self.old, dim=0))
-        self.fresh = found if self.fresh is None else self.fresh.add_(found)
-
-    def end_period(self) -> None:
-        """Begin a new period: add the sum `waiting` to `old`, and move the sum `fresh` to `waiting`."""
-        if self.old is not None:
-            self.old.mul_(OLD_SUM_KEPT)
-        if self.waiting is not None:
-            self.old = self.waiting if self.old is None else self.old.add_(self.waiting)
-        self.fresh, self.waiting = None, self.fresh
-
-
-@dataclass(slots=True)
-class Deviations:
-    """Detector of partners whose progress in one fragment differs from ours in the same direction over many windows.
-
-    Honest peers' windows differ by the noise of their data. The optimizer's momentum prolongs a difference for a few
-    windows, but little is left after ten: the cosine of the newest difference with the sum of old differences is 0.0 to
-    0.2. An attacker that changes each window only a little must push in one direction for long. Its cosine is 0.4 to
-    0.7, even if each of its windows is close to honest windows ("a little is enough": Baruch et al., arXiv 1902.06156;
-    only history reveals it: Karimireddy et al., arXiv 2012.10333). A changing direction averages out like noise. Honest
-    partners with other data also differ persistently, so each partner is compared with the median partner.
-    """
-
-    known: dict[PeerId, Deviation] = field(default_factory=dict)
-    windows: int = 0
-
-    def unbiased(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        """Record one more pseudo-gradient of each partner, and return how much each partner counts, from 0 to 1.
-
-        `window` is a sample of our own pseudo-gradient, fp32 [m], not zero; `partners` has each partner's sample.
-        """
-        self.windows += 1
-        if self.windows % PERIOD_WINDOWS == 0:
-            for deviation in self.known.values():
-                deviation.end_period()
-        ours = _direction(window)
-        for peer, vector in partners:
-            deviation = self.known.get(peer) or Deviation()
-            deviation.add(_direction(vector) - ours)
-            keep_latest(self.known, peer, deviation, max(MOST_KNOWN, len(partners)))
-        found = [one.persistence for one in self.known.values() if one.persistence is not None]
-        always = ALLOWED_COSINE + chance_of(ours)
-        allowed = max(always, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
-        return [part_that_is_allowed(self.known[peer].persistence, allowed) for peer, _ in partners]
-
-
-def chance_of(vector: Tensor) -> float:
-    """Return the chance level: the largest cosine expected of two unrelated vectors of `len(vector)` numbers."""
-    return NOISE / sqrt(len(vector))
-
-
-def part_that_is_allowed(persistence: float | None, allowed: float) -> float:
-    """Return 1 if `persistence` is unknown or at most `allowed`, 0 from twice `allowed` on; linear in between."""
-    return 1.0 if persistence is None else min(1.0, max(0.0, 2.0 - persistence / allowed))
-
-
-def _direction(vector: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vector[:COMPARED_NUMBERS], dim=0)
 
 
 @dataclass(slots=True)

@@ -181,9 +181,9 @@ class GossipConfig(Strict):
     Unit: seconds."""
     start_steps: Steps = 100
     """Number of the swarm's first steps in which `start_window_s` replaces `window_s`. Unit: steps."""
-    code: Literal["auto", "q4", "q1"] = "auto"
-    """How algorithm pull encodes pseudo-gradients. q4: 4 bits a number. q1: only the signs. auto: q1 if this peer's
-    link is so slow that q4 would lengthen windows, else q4."""
+    code: Literal["auto", "q4", "q1", "sparse"] = "auto"
+    """How algorithm pull encodes pseudo-gradients. q4: 4 bits a number. q1: only the signs. sparse: the largest 16th.
+    auto: q1 if this peer's link is so slow that q4 would lengthen windows, else q4."""
     partners: Annotated[int, Field(gt=0, le=64)] = 3
     """Number of peers that a peer pulls from in each window. Unit: peers."""
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.8

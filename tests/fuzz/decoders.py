@@ -20,7 +20,7 @@ from hivemind.dht.validation import DHTRecord
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip import update_rules
-from decentral.comm.gossip.outer_kernels import TorchKernels
+from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, TorchKernels
 from decentral.comm.gossip.snapshots import TokenClaims
 from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
 from decentral.comm.pipeline import activations
@@ -197,14 +197,22 @@ def fault(data: bytes) -> None:
 
 
 def section(data: bytes) -> None:
-    """Machine code and formula agree on what they take and on what it says."""
+    """Machine code and formula agree on what they take and on what it says, also if it becomes q4 first."""
     choice, elements = _choice(data, len(CODECS)), int.from_bytes(data[1:3], "big")
     name, blob = CODECS[choice], data[3:]
     by_formula = refused(lambda data: blockwise.decode_by_formula(name, data, elements), blob)
     assert refused(lambda data: blockwise.decode(name, data, elements), blob) == by_formula
+    if name in SHORTER_CODECS:
+        assert refused(lambda data: _decode_through_q4(name, data, elements), blob) == by_formula
     values = blockwise.decode(name, memoryview(bytearray(blob)), elements)
     assert torch.isfinite(values).all()
     assert torch.equal(values, blockwise.decode_by_formula(name, blob, elements))
+    if name in SHORTER_CODECS:
+        assert torch.equal(values, _decode_through_q4(name, blob, elements))
+
+
+def _decode_through_q4(name: str, blob: bytes, elements: int) -> torch.Tensor:
+    return blockwise.decode("q4", blockwise.widened(name, blob, elements), elements)
 
 
 def contribution(data: bytes) -> None:

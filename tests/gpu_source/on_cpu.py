@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentral.comm.codecs.compiled_blocks import Bytes
+from decentral.comm.gossip.kernels_cpu import CompiledKernels
 
 KERNELS = "decentral.comm.gossip.kernels_cuda"
 CHUNK = 256  # numbers; most vectors of a test have several chunks
@@ -50,6 +51,7 @@ def cuda_kernels(launch: Launch) -> Iterator[Any]:
     class OnCpu(module.CudaKernels):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             self.device, self.chunk_elements = torch.device("cpu"), CHUNK
+            self._host = CompiledKernels()
             self._slots, self._module = [Slot(), Slot()], SimpleNamespace(get_function=function_of)
 
         def _results(self, blocks: int) -> tuple[Tensor, Tensor]:

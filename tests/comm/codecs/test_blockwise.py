@@ -15,7 +15,7 @@ from decentral.comm.codecs import blockwise
 from decentral.core.errors import ProtocolError
 
 BLOCKWISE = {"q4": (128, 7), "int8": (256, 127)}
-CODECS = ["q1", "q4", "int8", "bf16", "fp32"]
+CODECS = ["q1", "sparse", "q4", "int8", "bf16", "fp32"]
 
 Number = st.floats(min_value=2**-100, max_value=2**100, width=32) | st.sampled_from([0.0, 1.0, 7.0, 127.0])
 Vectors = st.lists(st.tuples(Number, st.sampled_from([1.0, -1.0])), min_size=1, max_size=40).flatmap(
@@ -54,6 +54,36 @@ def test_one_bit_keeps_the_sign_of_a_number_and_the_mean_magnitude_of_its_block(
         assert theirs.abs().tolist() == pytest.approx([float(mine.abs().mean())] * len(mine), rel=2**-7)
 
 
+@pytest.mark.parametrize("n", [1, 15, 17, 4096, 5000, 8193])
+def test_sparse_keeps_the_largest_of_each_group_in_two_magnitudes(n: int) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    for mine, theirs in zip(torch.split(values, 4096), torch.split(sent("sparse", values), 4096), strict=True):
+        largest, at = mine.abs().topk(math.ceil(len(mine) / 16))
+        assert set(theirs.nonzero()[:, 0].tolist()) == set(at.tolist())
+        assert torch.equal(theirs[at] > 0, mine[at] > 0)
+        large = largest >= largest.mean()
+        high, low = largest[large].mean(), largest[~large].mean()
+        assert bool(((theirs[at].abs() - high)[large].abs() <= high / 16).all())
+        assert bool(((theirs[at].abs() - low)[~large].abs() <= high / 7).all())
+
+
+def test_of_equal_numbers_sparse_keeps_the_first() -> None:
+    assert sent("sparse", -torch.ones(32)).nonzero()[:, 0].tolist() == [0, 1]
+
+
+def test_numbers_that_are_zero_stay_zero_among_the_largest() -> None:
+    values = torch.zeros(4096)
+    values[5], values[4000] = 1.0, -2.0
+    assert sent("sparse", values).nonzero()[:, 0].tolist() == [5, 4000]
+
+
+def test_places_take_at_most_1_15_times_their_entropy() -> None:
+    part, n = 1 / 16, 1 << 20
+    entropy = part * math.log2(1 / part) + (1 - part) * math.log2(1 / (1 - part))
+    headers, levels = 2 * n // 4096, 2 * n // 16 // 8
+    assert 8 * (blockwise.size("sparse", n) - headers - levels) <= 1.15 * entropy * n
+
+
 @given(seed=st.integers(0, 10**6))
 def test_the_scale_of_signs_is_the_same_in_any_order_of_the_numbers(seed: int) -> None:
     values = torch.randn(128, generator=torch.Generator().manual_seed(seed))
@@ -86,10 +116,11 @@ def test_what_is_sent_plus_what_remains_is_what_came_in(codec: str, rounds: list
         assert bool((read + slow.residual - owed).abs().le(rounding).all())
 
 
-@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 255, 256, 257, 1000])
+@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 255, 256, 257, 1000, 4097])
 def test_the_size_on_the_wire_is_the_documented_one(n: int) -> None:
     sizes = {
         "q1": math.ceil(n / 8) + 2 * math.ceil(n / 128),
+        "sparse": 2 * math.ceil(n / 4096) + sum(math.ceil(bits * math.ceil(n / 16) / 8) for bits in (2, 4, 2)),
         "q4": math.ceil(n / 2) + 2 * math.ceil(n / 128),
         "int8": n + 2 * math.ceil(n / 256),
         "bf16": 2 * n,
@@ -111,7 +142,7 @@ def test_zeros_come_back_as_zeros(codec: str) -> None:
     assert torch.equal(sent(codec, torch.zeros(300)), torch.zeros(300))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [one for one in CODECS if one != "sparse"])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_tiny_and_huge_blocks_keep_their_magnitude(codec: str, size: float) -> None:
     assert torch.allclose(sent(codec, torch.full((300,), size)), torch.full((300,), size), rtol=1 / 64, atol=0)
@@ -166,6 +197,11 @@ def test_an_unknown_codec_is_refused(codec: str) -> None:
         pytest.param("q4", 10, 0x00, id="level -8 in 4 bits"),
         pytest.param("int8", 10, 0x80, id="level -128"),
         pytest.param("q1", 1, 0xBF, id="negative scale of signs"),
+        pytest.param("sparse", 1, 0xBF, id="negative scale of a sparse group"),
+        pytest.param("sparse", 0, 0x07, id="level 7 of small numbers"),
+        pytest.param("sparse", 2, 0x00, id="too few numbers in the buckets"),
+        pytest.param("sparse", 3, 0xFF, id="too many numbers in the buckets"),
+        pytest.param("sparse", 4, 0x10, id="a place that is not above the one before"),
         pytest.param("q4", 1, 0xBF, id="negative scale in 4 bits"),
         pytest.param("int8", 1, 0xBF, id="negative scale"),
     ],

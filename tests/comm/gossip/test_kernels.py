@@ -1,7 +1,9 @@
 """Kernels do what torch does, bit for bit; and a machine whose kernels do not gets torch, and a line that says why."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks import outer_step
-from decentral.comm.codecs import blockwise, compiled_blocks
+from decentral.comm.codecs import blockwise, compiled_blocks, compiled_sparse
 from decentral.comm.gossip.influence import token_weights
 from decentral.comm.gossip.kernel_choice import best_kernels, first_proven
 from decentral.comm.gossip.kernel_proof import Disagreement, Formulas, prove
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
-from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, TorchKernels, Weighted
+from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, OuterKernels, OuterVectors, TorchKernels, Weighted
 from decentral.core.errors import ProtocolError
 from decentral.sim.surrogate_model import SyntheticCodecs
 
@@ -83,27 +85,61 @@ def test_any_finite_window_closes_as_in_torch(patterns: list[int], n: int) -> No
     assert closed(KERNELS[1], snapshot, baseline, residual) == closed(REFERENCE, snapshot, baseline, residual)
 
 
-@given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700))
-def test_a_window_closes_to_signs_as_in_torch(seed: int, exponent: int, n: int) -> None:
-    snapshot, baseline, residual = (random(n, seed + k, exponent - 3) for k in range(3))
-    ours, theirs = (closed(one, snapshot, baseline, residual, "q1") for one in (KERNELS[1], REFERENCE))
-    assert ours == theirs
+@pytest.mark.parametrize("code", SHORTER_CODECS)
+@given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700) | st.just(9001))
+def test_a_window_closes_to_a_shorter_code_as_in_torch(code: str, seed: int, exponent: int, n: int) -> None:
+    vectors = [random(n, seed + k, exponent - 3) for k in range(3)]
+    assert published(KERNELS[1], code, *vectors) == published(REFERENCE, code, *vectors)
 
 
-@given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700))
-def test_signs_become_levels_of_q4_and_signs_again_and_say_the_same(seed: int, exponent: int, n: int) -> None:
-    blob = blockwise.encode("q1", random(n, seed, exponent - 3))
-    wide = blockwise.widened(blob, n)
-    assert blockwise.narrowed(wide, n) == blob
-    assert same_bits(blockwise.decode("q4", wide, n), blockwise.decode("q1", blob, n))
+@pytest.mark.parametrize("patterns", [[0], [1, 2, 3], [0x3F800000], [0x7F7FFFFF, 1], [0x80000000, 0x00800000, 0]])
+@pytest.mark.parametrize("n", [1, 300, 4096, 9001])
+def test_a_sparse_window_of_equal_or_extreme_numbers_closes_as_in_torch(patterns: list[int], n: int) -> None:
+    vectors = of_bits(patterns, n), torch.zeros(n), torch.zeros(n)
+    assert published(KERNELS[1], "sparse", *vectors) == published(REFERENCE, "sparse", *vectors)
+
+
+def test_a_sparse_window_closes_as_in_torch_however_unlike_its_chunks_are() -> None:
+    chunks = [random(4096, seed, exponent) for seed, exponent in enumerate((0, -40, 40, 0, -149, 3))]
+    vectors = torch.cat(chunks), torch.zeros(6 * 4096), torch.zeros(6 * 4096)
+    assert published(KERNELS[1], "sparse", *vectors) == published(REFERENCE, "sparse", *vectors)
+
+
+@pytest.mark.parametrize("code", SHORTER_CODECS)
+@given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700) | st.just(9001))
+def test_a_shorter_code_becomes_q4_and_itself_again_and_says_the_same(
+    code: str, seed: int, exponent: int, n: int
+) -> None:
+    blob = blockwise.encode(code, random(n, seed, exponent - 3))
+    for kernels in KERNELS:
+        wide = kernels.widen(code, blob, n)
+        assert kernels.narrow(code, wide, n) == blob
+        assert torch.equal(blockwise.decode("q4", wide, n), blockwise.decode(code, blob, n))
+
+
+@pytest.mark.parametrize("code", SHORTER_CODECS)
+@given(
+    n=st.integers(1, 300) | st.just(4200),
+    damage=st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), min_size=1, max_size=3),
+)
+def test_a_damaged_blob_of_a_shorter_code_is_widened_or_refused_as_by_the_formulas(
+    code: str, n: int, damage: list[tuple[int, int]]
+) -> None:
+    blob = bytearray(blockwise.encode(code, random(n, n)))
+    for at, byte in damage:
+        blob[at % len(blob)] = byte
+    assert numbers(lambda: blockwise.decode("q4", blockwise.widened(code, bytes(blob), n), n)) == numbers(
+        lambda: Formulas().decode(code, bytes(blob), n)
+    )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("code", SHORTER_CODECS)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_blob_of_signs_of_another_size_is_not_widened(kernels: OuterKernels, change: int) -> None:
-    blob = blockwise.encode("q1", torch.ones(300))
+def test_a_blob_of_another_size_is_not_widened(kernels: OuterKernels, code: str, change: int) -> None:
+    blob = blockwise.encode(code, torch.ones(300))
     with pytest.raises(ProtocolError) as caught:
-        kernels.widen(blob + b"x" if change > 0 else blob[:-1], 300)
+        kernels.widen(code, blob + b"x" if change > 0 else blob[:-1], 300)
     assert caught.value.reason == "shape"
 
 
@@ -192,11 +228,15 @@ def test_a_section_is_read_out_of_the_middle_of_a_blob() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["pack_q4", "pack_int8", "unpack_q4", "unpack_int8", "close", "narrow", "widen", "length", "distance", "merge"],
+    ("module", "name"),
+    [
+        *product([compiled_blocks], ["pack_q4", "pack_int8", "unpack_q4", "unpack_int8", "close", "narrow", "widen"]),
+        *product([compiled_blocks], ["length", "distance", "merge"]),
+        *product([compiled_sparse], ["close", "widen", "narrow"]),
+    ],
 )
-def test_other_threads_may_run_while_a_kernel_does(name: str) -> None:
-    assert getattr(compiled_blocks, name).targetoptions["nogil"]
+def test_other_threads_may_run_while_a_kernel_does(module: ModuleType, name: str) -> None:
+    assert getattr(module, name).targetoptions["nogil"]
 
 
 def test_a_real_peer_on_the_cpu_gets_compiled_kernels() -> None:
@@ -290,6 +330,21 @@ def closed(kernels: OuterKernels, snapshot: Tensor, baseline: Tensor, residual: 
     except ProtocolError as error:
         return error.reason
     return blob, kept.view(torch.int32).tolist()
+
+
+def published(kernels: OuterKernels, code: str, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> object:
+    """What a close sends and keeps back, with the bits of the numbers that partners read."""
+    kept, n = residual.clone(), len(residual)
+    blob, _ = kernels.close(snapshot, baseline, kept, code)
+    return kernels.narrow(code, blob, n), read(Formulas(), "q4", blob, n), kept.view(torch.int32).tolist()
+
+
+def numbers(decode: Callable[[], Tensor]) -> object:
+    """What is decoded, or the reason of the refusal; a zero has no sign."""
+    try:
+        return decode().tolist()
+    except ProtocolError as error:
+        return error.reason
 
 
 def read(codecs: object, codec: str, blob: bytes, n: int) -> object:

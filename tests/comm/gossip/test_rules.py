@@ -13,8 +13,8 @@ from benchmarks import outer_step
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Packer, unpack
 from decentral.comm.gossip import update_rules
-from decentral.comm.gossip.outer_kernels import TorchKernels, rho_of
-from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT, PullRule
+from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, TorchKernels, rho_of
+from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT, UNSENT_KEPT, PullRule
 from decentral.comm.gossip.update_rules import Correction, RuleTools, UpdateRule
 from decentral.core import config
 from decentral.core.fragments import Fragment, Layout
@@ -238,13 +238,14 @@ def test_a_pull_is_the_outer_step_of_the_formulas(light: bool, late_steps: int) 
         assert torch.allclose(ours.live.theta, before + expected.correction, rtol=0, atol=1e-5)
 
 
-def test_signs_on_the_wire_are_what_partners_and_we_merge() -> None:
-    ours, theirs = Replica("pull", "A", code="q1"), Replica("pull", "B", code="q1")
+@pytest.mark.parametrize("code", SHORTER_CODECS)
+def test_what_is_on_the_wire_is_what_partners_and_we_merge(code: str) -> None:
+    ours, theirs = Replica("pull", "A", code=code), Replica("pull", "B", code=code)
     for seed, one in enumerate((ours, theirs)):
         one.train(seed)
     mine, partner = ours.close(), theirs.close()
     section = next(one for one in partner.layout if one.name == PSEUDO_GRADIENT)
-    assert (section.codec, section.size) == ("q1", blockwise.size("q1", SIZE))
+    assert (section.codec, section.size) == (code, blockwise.size(code, SIZE))
     own = ours.pull.published()
     assert own is not None
     assert torch.equal(own, vectors(mine)[PSEUDO_GRADIENT])
@@ -268,7 +269,7 @@ def test_a_rule_with_two_codes_sends_either_and_merges_both() -> None:
     assert torch.allclose(ours.state()["phi"], before - sum(read) / 3, rtol=0, atol=1e-6)
 
 
-def test_what_signs_keep_back_goes_out_in_the_next_dense_window() -> None:
+def test_what_a_shorter_code_keeps_back_goes_out_in_the_next_dense_window() -> None:
     one = Replica("pull", "A", code="auto")
     start = one.live.theta.clone()
     one.train(0)
@@ -281,6 +282,18 @@ def test_what_signs_keep_back_goes_out_in_the_next_dense_window() -> None:
     kept_back, left = (torch.linalg.vector_norm(trained - sent) for sent in (published, together))
     assert kept_back > 0.4 * torch.linalg.vector_norm(trained)
     assert left < 0.3 * kept_back
+
+
+def test_a_merge_leaves_a_part_of_what_a_sparse_window_keeps_back_in_the_live_weights() -> None:
+    one = Replica("pull", "A", code="sparse")
+    start = one.live.theta.clone()
+    one.train(0)
+    trained = start - one.live.theta
+    published = vectors(one.close())[PSEUDO_GRADIENT]
+    kept_back = trained - published
+    one.merge([])
+    assert torch.allclose(one.live.theta, start - published - UNSENT_KEPT * kept_back, rtol=0, atol=1e-6)
+    assert torch.allclose(one.state()["owed"], kept_back, rtol=0, atol=1e-6), "and all of it is owed"
 
 
 def q4(values: Tensor) -> Tensor:
