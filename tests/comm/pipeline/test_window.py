@@ -2,12 +2,12 @@
 
 import pytest
 
-from decentral.comm.pipeline.admission import (
+from decentral.comm.pipeline.next_peer import UNKNOWN_S
+from decentral.comm.pipeline.window import (
     MOST_ROUTES,
     MicroBatchWindow,
     budget_s,
 )
-from decentral.comm.pipeline.next_peer import UNKNOWN_S
 from decentral.comm.wire.messages import MAX_ROUTE_S
 from decentral.core.ids import PeerId
 
