@@ -33,10 +33,9 @@ from decentral.scheduler.placement.evaluate import EvaluatePlans, TrainingPeer
 from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 SPAN_REVIEW_S = 2.0
-# Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
-WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
 
 
 @dataclass(slots=True)
@@ -62,10 +61,10 @@ class SpanManager:
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
         chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans", "copies")]
-        replicas, hidden_bytes = run.routes.holders, WIRE_BYTES[run.routes.wire] * run.model.d_model
+        replicas, links = run.routes.holders, TokenLinks.of(run)
         self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
         self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
-        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self)
+        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, links, replicas, run.seed, chances[2], self)
         self.cold_copies = ColdCopies(setup.run, own.peer, budget, run.swarm.checkpoint_every_s, chances[3])
 
     def review(self, now: Seconds) -> list[Effect | EvaluatePlans]:

@@ -60,6 +60,7 @@ from decentral.scheduler.placement.evaluate import (
     TrainingPeer,
 )
 from decentral.scheduler.placement.search_schedule import SearchSchedule
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 MOST_PLANNED_SPANS = 4096
 SENIOR_S = HORIZON_S  # all proposers that have been in the roster for at least this long have equal rank
@@ -174,7 +175,7 @@ class SwarmPlans:
     run: RunId
     own: Signer
     needs: MemoryNeeds
-    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
+    links: TokenLinks
     holders: int  # a fragment may be given up only if this many other peers hold it
     seed: int
     chance: Random
@@ -311,7 +312,7 @@ class SwarmPlans:
         if searches or (has_new and self.search.at is None):
             self.search.led_by = self.search.evaluated(members)
         self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
-        task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
+        task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 
