@@ -84,6 +84,8 @@ class SpanManager:
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
             effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
+        if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING:
+            effects += self._carry_out(move.redirect(move.held, now), now)  # lost layers are more urgent
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         if lost is not None:
@@ -91,17 +93,16 @@ class SpanManager:
         elif relief is not None:
             began = self._relieve(relief, now)
         else:
-            began = self._follow_plan(members, now)
+            began = self._follow_plan(now)
         return [*effects, *self._carry_out(began, now)]
 
-    def _follow_plan(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[MoveEffect]:
+    def _follow_plan(self, now: Seconds) -> list[MoveEffect]:
         held, plans = self.span_move.held, self.swarm_plans
         if (target := plans.due_move(held, now)) is None:
             return []
         unheld = [index for index in target if index not in held and not self.holders(index)]
         initial = all(index in self.layer_recovery.initial or self._is_retained(index) for index in unheld)
-        copied = {index for index in held if not self.holders(index) and self.cold_copies.has_copy(index)}
-        return self.span_move.begin(target, "plan", now, initial, plans.gaps(held, members, now, copied))
+        return self.span_move.begin(target, "plan", now, initial)
 
     def _relieve(self, target: range, now: Seconds) -> list[MoveEffect]:
         self.layer_recovery.relief_tried(now)
@@ -183,6 +184,10 @@ class SpanManager:
     def holders(self, fragment: int) -> Sequence[PeerId]:
         """Return the other peers that train and hold the whole fragment."""
         return self.selection.holders(fragment)
+
+    def takers(self, fragment: int) -> list[PeerId]:
+        """Return the other peers that train and should hold the fragment by the adopted plan."""
+        return self.swarm_plans.takers(fragment, self.selection.trainers())
 
     def part_holders(self, fragment: int) -> list[PeerId]:
         """Return the other peers that train and hold the fragment, but not the whole model."""

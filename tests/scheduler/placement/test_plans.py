@@ -28,7 +28,6 @@ from decentral.scheduler.placement.evaluate import (
 )
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
-    GAP_AFTER_S,
     PLAN_RETRY_S,
     SwarmPlan,
     SwarmPlans,
@@ -477,20 +476,13 @@ def test_where_no_move_gives_a_layer_a_holder_a_plan_of_several_moves_does() -> 
     assert sorted(i for span in plans.planned_spans(tight) for i in span) == [0, 1, 2, 3]
 
 
-def test_a_layer_is_left_without_a_holder_only_for_a_peer_that_the_plan_gives_it_to_and_at_once_if_copied() -> None:
-    pair = swarm(A=(0, 2, 100.0), B=(2, 4, 20.0))
+def test_takers_of_a_layer_are_those_that_the_plan_gives_it_to_and_that_are_there() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
     plans.adopted = SwarmPlan(RUN, 100.0, bytes(16), 1.0, 2, "exchange", (("A", 2, 4), ("B", 0, 2)), (0.0, 0.0))
-    plans.review(pair, 100.0)
-    assert not plans.gaps(range(0, 2), pair, GAP_AFTER_S - 1)
-    assert plans.gaps(range(0, 2), pair, GAP_AFTER_S - 1, copied=[1]) == {1}
-    assert plans.gaps(range(0, 2), pair, GAP_AFTER_S) == {0, 1}
-    assert not plans.gaps(range(0, 2), swarm(A=(0, 2, 100.0)), GAP_AFTER_S, copied=[1])  # B is gone
-    plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)), 101.0)
-    assert plans.gaps(range(0, 2), pair, 1.0)  # fragment 2 has no holder, so nothing trains anyway
-    whole = {PeerId("C"): TrainingPeer(range(0, 4), 40, 10.0)}
-    plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)) | whole, 102.0)
-    assert not plans.gaps(range(0, 2), pair, 2.0)  # a peer with the whole model holds it
+    assert [plans.takers(index, [PeerId("B")]) for index in range(4)] == [["B"], ["B"], [], []]
+    assert plans.takers(0, []) == []
+    plans.drop_adopted()
+    assert plans.takers(0, [PeerId("B")]) == []
 
 
 def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:
