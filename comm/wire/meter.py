@@ -197,13 +197,6 @@ class Meter:
             self._typical_down = median(downs) if downs else 0.0
         return self._typical_down or None
 
-    def best_down(self) -> float | None:
-        """Return the rate of our downlink in bytes/s: that of the fastest link towards us; None if none was measured.
-
-        A slower link was limited by the other peer's uplink, or by other transfers.
-        """
-        return max((link.down.known for link in self.links.values() if link.down.known is not None), default=None)
-
     def best_up(self) -> float | None:
         """Return the rate of our uplink in bytes/s: the rate of the fastest recent upload; None without uploads.
 

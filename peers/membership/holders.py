@@ -60,7 +60,7 @@ class Holders:
         if first >= last:
             return
         profile = record.profile
-        crossings = self.links.crossings_per_s(self.cuts, (first, last), min(profile.up, profile.down))
+        crossings = self.links.crossings_per_s(self.cuts, (first, last), profile.up)
         speed = self.links.supply(self.cuts, (first, last), crossings, profile.tokens_per_s, profile.costs)
         work = profile.costs, crossings
         if stays and (speed, work) == (was[2], self._works[peer]):

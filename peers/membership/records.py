@@ -61,7 +61,7 @@ class Profile:
     memory_bytes: Count
     flops: Positive  # measured FLOP/s of a matrix product in the training dtype
     tokens_per_s: PerSecond  # training speed on the whole model of the run, throttling included
-    down: PerSecond = 0.0  # download rate in bytes/s, that of the fastest link; 0: not measured yet
+    down: PerSecond = 0.0  # download rate in bytes/s, median over links; 0: not measured yet
     up: PerSecond = 0.0  # upload rate in bytes/s, highest of the last uploads; 0: not measured yet
     latency_s: Positive = 0.0  # shortest latency of the peer's links in seconds; 0: not measured yet
     region: Label = ""

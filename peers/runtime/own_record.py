@@ -145,7 +145,7 @@ class OwnRecord:
         measured = self.progress.speed(now) if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,
-            down=min(MOST_PER_S, self.meter.best_down() or 0.0),
+            down=min(MOST_PER_S, self.meter.typical_down() or 0.0),
             up=min(MOST_PER_S, self.meter.best_up() or 0.0),
             latency_s=min([known for link in self.meter.links.values() if (known := link.latency_s)], default=0.0),
             tokens_per_s=min(MOST_PER_S, measured or setup.profile.tokens_per_s),

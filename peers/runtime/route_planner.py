@@ -186,8 +186,7 @@ class RoutePlanner:
         """
         stage, holders = self.routes.stage, self.roster.holders
         ours, span = self.routes.load.speed or self.setup.now.profile.tokens_per_s, (stage.first, stage.last)
-        rate = min(self.meter.best_up() or 0.0, self.meter.best_down() or 0.0)
-        crossings = {own: holders.links.crossings_per_s(stage.cuts, span, rate)}
+        crossings = {own: holders.links.crossings_per_s(stage.cuts, span, self.meter.best_up() or 0.0)}
         ours = holders.links.supply(stage.cuts, span, crossings[own], ours, stage.costs)
         found = {own: [(ours, shape_of(stage.cuts, stage.costs))]}
         for (first, last), speed in holders.speeds.items():

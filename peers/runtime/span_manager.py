@@ -80,7 +80,7 @@ class SpanManager:
         effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
         effects += self.cold_copies.review(members, self._stored(members), now)
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
-        if move.why == "plan" and plans.adopted is not None:
+        if move.why == "plan" and (plans.adopted is not None or move.phase is MovePhase.LEASING):
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
             effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
@@ -243,7 +243,7 @@ def _member(held: range, profile: Profile, originates: bool, lr_step: int) -> Tr
         held,
         profile.memory_bytes,
         profile.tokens_per_s,
-        rate=min(profile.down, profile.up),
+        rate=profile.up,
         originates=originates,
         lr_step=lr_step,
         costs=profile.costs,

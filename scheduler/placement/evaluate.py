@@ -39,7 +39,7 @@ class TrainingPeer:
     held: range
     memory_bytes: int
     tokens_per_s: float  # speed at which the peer would train the whole model
-    rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
+    rate: float = 0.0  # bytes/s of the uplink; downlinks are seldom slower; 0 if not measured
     originates: bool = True
     lr_step: int = 1  # step of the learning-rate schedule; 0: its weights have not taken a step anywhere
     costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device

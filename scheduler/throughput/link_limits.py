@@ -42,7 +42,8 @@ class TokenLinks:
         Args:
             cuts: All fragments of the model.
             span: The peer's layers [first, last), about which it gossips.
-            rate: Bytes/s of the slower of the peer's uplink and downlink; 0 if it was not measured.
+            rate: Bytes/s of the peer's uplink; 0 if it was not measured. Its downlink is seldom slower, and cannot be
+                measured while the uplinks of other peers are.
         """
         held = sum(cut.parameters for cut in cuts if span[0] <= cut.first and cut.last <= span[1])
         left = beside_gossip(rate or UNMEASURED_LINK, SNAPSHOT_BYTES * held / ROUND_S, self.link_share)

@@ -136,14 +136,6 @@ def test_an_uplink_carries_what_its_best_transfer_had() -> None:
     assert meter.best_up() == 3 * MiB
 
 
-def test_a_downlink_carries_what_its_fastest_link_had() -> None:
-    meter = Meter()
-    assert meter.best_down() is None
-    for peer, received in ((A, 1), (B, 3), (C, 2)):
-        meter.saw(peer, 1.0, 0.0, 0, received * MiB)
-    assert meter.best_down() == 3 * MiB
-
-
 def uploaded(*rates: tuple[PeerId, float]) -> Meter:
     """A megabyte to each peer, over 100 ms."""
     meter = Meter()

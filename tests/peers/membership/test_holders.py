@@ -106,7 +106,7 @@ def test_a_peer_that_computes_for_no_other_gets_no_activations() -> None:
 
 def test_a_holder_counts_with_what_its_links_let_it_compute_for_others() -> None:
     """10 kB/s and 100 bytes a token: 100 tokens/s enter or leave. Half of the layers takes half of a token's time."""
-    profile = Profile("cpu", 0, 1.0, 1000.0, up=1e4, down=5e4)
+    profile = Profile("cpu", 0, 1.0, 1000.0, up=1e4)
     holders = Holders(OWN, CUTS, TokenLinks(100.0, 0.8))
     holders.put(PeerId("first"), replace(record(0, 2), profile=profile))
     holders.put(PeerId("middle"), replace(record(1, 3), profile=profile))
