@@ -25,7 +25,7 @@ from decentral.core.units import KiB, MiB, Seconds
 UPLOADS = 3  # this peer's uplink is measured by its last uploads, so few that a slower uplink is known in some minutes
 WARM_UP_BYTES = 256 * KiB  # an upload that is measured follows one of this size, so that slow start is over by then
 LIMITED = 1.5  # a link's rate limited an upload if it took more than this many times as long as TCP slow start alone
-FAST = 25e6  # bytes/s; if our uplink is faster than this, we send without a rate limit
+FAST = 20e6  # bytes/s; a faster uplink counts as no limit: mostly the paths to single peers limit what it sends
 PACED = 0.9  # we send at this fraction of our uplink's measured rate, so that no queue builds up in the router
 ALIKE = 1.5  # uploads whose rates differ by less than this factor count as equally fast
 REMEMBERED = 8  # in an average rate, all older transfers together weigh at most this many times as much as the newest

@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from decentral.comm.wire.meter import FAST
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import KindCosts, share
@@ -19,6 +20,7 @@ from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, 
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 SAME_RATE = 1e-9  # rates that differ by a smaller share count as equal
+UNLIMITED = 1e12  # bytes/s that stand for an uplink above FAST, which probes of a few links cannot measure
 UNMEASURED_LINK = 12.5e6  # assumed bytes/s of an unmeasured link, as in scheduler/topology/topology.py
 # Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
 WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
@@ -46,7 +48,8 @@ class TokenLinks:
                 measured while the uplinks of other peers are.
         """
         held = sum(cut.parameters for cut in cuts if span[0] <= cut.first and cut.last <= span[1])
-        left = beside_gossip(rate or UNMEASURED_LINK, SNAPSHOT_BYTES * held / ROUND_S, self.link_share)
+        carried = UNLIMITED if rate > FAST else rate or UNMEASURED_LINK
+        left = beside_gossip(carried, SNAPSHOT_BYTES * held / ROUND_S, self.link_share)
         return float(left) / self.hidden_bytes
 
     def supply(
