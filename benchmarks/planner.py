@@ -239,10 +239,9 @@ def partners(seed: int, scale: float) -> None:
     for count in (16, 32, 64, 96):
         swarm = scattered(count, seed)
         begin = time.process_time()
-        budget = SearchBudget(2 * scale, clock=time.process_time)
-        found = mixing.partners(
-            swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), np.zeros((count, count)), budget
-        )
+        budget, held = SearchBudget(2 * scale, clock=time.process_time), np.ones((count, 1), dtype=bool)
+        share = config.load(None).gossip.link_share
+        found = mixing.partners(swarm, held, np.array([1e8]), np.zeros((count, count)), share, budget)
         _line("gossip", seed=seed, peers=count, of_uniform=found.mixing_per_s / found.uniform_per_s,
               of_bandwidth=found.mixing_per_s / found.bandwidth_per_s, seconds=time.process_time() - begin)  # fmt: skip
 

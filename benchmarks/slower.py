@@ -42,6 +42,7 @@ from decentral.scheduler.placement.move import MemoryBudget
 from decentral.scheduler.placement.span_choice import Holder
 from decentral.scheduler.throughput import max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.link_limits import TokenLinks
 from decentral.scheduler.topology.arrays import Ints
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
@@ -149,7 +150,7 @@ class Swarm:
             PeerId(str(number)): TrainingPeer(range(0, 1), self.half, fast / self.slowed.get(number, 1.0))
             for number in range(PEERS)
         }
-        return work_of(PlanTask(self.needs, tuple(members.items()), 64.0, 1))
+        return work_of(PlanTask(self.needs, tuple(members.items()), TokenLinks(64.0, 0.8), 1))
 
     def lines(self, event: str) -> list[tuple[int, dict[str, Any]]]:
         folders = sorted(self.folder.glob("peer-*"))

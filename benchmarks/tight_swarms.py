@@ -30,6 +30,7 @@ from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
 from decentral.peers.runtime.progress import Stop
 from decentral.scheduler.placement.evaluate import PlanTask, TrainingPeer, work_of
 from decentral.scheduler.throughput import max_flow, milp
+from decentral.scheduler.throughput.link_limits import TokenLinks
 from decentral.scheduler.topology.arrays import Ints
 from decentral.sim.host import Pace, VirtualHost
 from decentral.sim.network.geography import TypicalLink
@@ -104,7 +105,7 @@ def tight_swarm(seed: int, overrides: Sequence[str]) -> TightSwarm:
             (PeerId(f"sim{number:05d}"), TrainingPeer(range(0), memories[number], TOKENS / STEP_S / throttles[number]))
             for number in range(PEERS)
         )
-        task = PlanTask(needs, members, 2.0 * run_config.model.d_model, holders=1)
+        task = PlanTask(needs, members, TokenLinks.of(run_config), holders=1)
         work = work_of(task)
         best = milp.best_spans(work)
         if best is not None and work.valid(best):

@@ -2,7 +2,7 @@
 
 An execution is a micro-batch's forward and backward pass through one peer.
 Start with `Admission.requested`, which accepts or refuses another peer's execution, and `OwnMicroBatches.begin`.
-`MicroBatchWindow` decides how many of our own micro-batches are in flight.
+`MicroBatchWindow` (window.py) decides how many of our own micro-batches are in flight.
 
 Memory is counted in micro-batches through all layers of this peer (`StageConfig.memory_share`). An execution in state
 HELD waits only for the origin peer's decision; its activations are freed, and it takes no memory. If the previous peer
@@ -10,18 +10,25 @@ of a route is replaced, the new peer requests the same execution. This peer then
 sends the same gradient to both peers (the `askers` of the execution).
 """
 
-import math
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from decentral.comm.pipeline.execution import FORWARD, GONE, HELD, ForwardedExecution, OwnExecution
+from decentral.comm.pipeline.execution import (
+    AWAY,
+    FORWARD,
+    GONE,
+    HELD,
+    ForwardedExecution,
+    OwnExecution,
+    Paused,
+    StageExecution,
+)
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, Forwarding
-from decentral.comm.pipeline.next_peer import NEWEST_WEIGHT, ROUTE_SLACK, UNKNOWN_S
 from decentral.comm.pipeline.stage import StageConfig
+from decentral.comm.pipeline.window import MicroBatchWindow
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
-    MAX_ROUTE_S,
     Done,
     ExecutionId,
     ForwardRequest,
@@ -33,7 +40,6 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Asked, Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward, Undo
-from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -44,131 +50,12 @@ SHARE = 0.9  # we give up after this fraction of the sender's waiting time, so t
 MOST_ASKERS = 8  # at most this many peers may request one execution; more than MAX_TRIES (comm/pipeline/forwarding.py)
 GRACE_S = 1.0  # gradients are held this long after the origin peer's time limit, since its decision may be on its way
 
-# Constants of `MicroBatchWindow`, the congestion window
 
-FULL = (1.0, 2.0)  # queued micro-batches per device: the window grows below the first value, shrinks above the second
-LEAN = (0.125, 0.5)  # used instead of FULL if a step waits for all micro-batches in flight: a queue enlarges that step
-LARGE_STEP = 4  # FULL is used all the same for steps of at least this many micro-batches: a queue hardly enlarges them
-RECENT_ON_ROUTE = 32  # we remember the last RECENT_ON_ROUTE durations of each route
-FADES = 0.002  # each new duration raises the stored shortest duration by this part of their difference
-SLOWER = 2.0  # a route has become slower once all its recent durations exceed this many times its shortest duration
-MOST_ROUTES = 64  # we store durations of at most this many routes; then the least recently used one is forgotten
-AT_RANDOM = 3.0  # while most routes are new, executions arrive unevenly, so queues may be this many times as long
-MANY_ROUTES = 8  # if we know more routes than this, a new route's first estimate is the shortest duration on any route
-LEAST_BUDGET_S = 9.0  # a micro-batch's time limit is at least this, enough to notice a silent peer and try another one
-MOST_DOUBLED = 6  # a micro-batch's time limit is doubled at most this many times
-
-
-@dataclass(slots=True)
-class RouteBase:
-    """The base of a route: an estimate of the seconds that a micro-batch takes along it without waiting anywhere.
-
-    `least` is the shortest duration seen, and rises slowly. If the last RECENT_ON_ROUTE durations all exceed SLOWER
-    times `least`, the route has become slower, and the shortest of these durations becomes `least`.
-    """
-
-    least: Seconds
-    recent: deque[Seconds] = field(default_factory=lambda: deque(maxlen=RECENT_ON_ROUTE))
-
-    def saw(self, seconds: Seconds) -> None:
-        """Update `least` with the seconds that one more micro-batch took along the route, waiting included."""
-        self.recent.append(seconds)
-        self.least = min(seconds, self.least + FADES * (seconds - self.least))
-        if len(self.recent) == RECENT_ON_ROUTE and min(self.recent) > SLOWER * self.least:
-            self.least = min(self.recent)
-
-
-@dataclass(slots=True)
-class MicroBatchWindow:
-    """The congestion window: how many of its own micro-batches an origin peer may have in flight.
-
-    Source: TCP Vegas (Brakmo & Peterson 1994). If a micro-batch takes `seconds` on its route, and `base` without
-    waiting, then size * (1 - base / seconds) micro-batches wait in queues. The window keeps this number, per device of
-    the route, between the two values of `waiting`, so that the slowest device stays busy. Each route has its own base,
-    since a route through a slow device takes long even without queues.
-    """
-
-    waiting: tuple[float, float] = FULL
-    size: int = 2
-    starting: bool = True  # True during slow start: each completed micro-batch enlarges the window until a queue forms
-    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route: the peers after this one
-    typical_s: Seconds | None = None  # running average of a micro-batch's duration; None until one is completed
-    late: int = 0  # how often micro-batches have run out of time since the last one was completed, up to MOST_DOUBLED
-    _doubled_at: Seconds = -math.inf  # when `late` grew last
-    _waiting: float = 0.0  # running average of the fraction of its duration that a micro-batch waits in queues
-    _new: float = 0.0  # running average of the fraction of our micro-batches that take a route without known durations
-    _fastest_s: Seconds = math.inf  # shortest duration on any route; each longer duration raises it slightly (FADES)
-    _since: int = 0  # micro-batches completed since `size` was last reviewed
-
-    def done(self, seconds: Seconds, route: tuple[PeerId, ...], max_size: int) -> None:
-        """Record a completed micro-batch of ours, and grow or shrink the window by how long micro-batches have waited.
-
-        Args:
-            seconds: The micro-batch's duration, from its beginning to the end of its backward pass at this peer.
-            route: The peers after this one on the micro-batch's route.
-            max_size: The largest window that memory allows, in micro-batches.
-        """
-        self.late = 0
-        waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
-        self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
-        known = self.typical_s
-        self.typical_s = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
-        self._since += 1
-        by_chance = AT_RANDOM if self._new > 0.5 and len(self.bases) > MANY_ROUTES else 1.0
-        least, most = (by_chance * (len(route) + 1) * many for many in self.waiting)
-        self.starting = self.starting and self.size * max(waited, self._waiting) < least
-        if self._since < self.size and not self.starting:
-            return
-        self._since = 0
-        if self.size * self._waiting < least:
-            self.size += 1
-        elif self.size * self._waiting > most:
-            self.size = max(2, self.size - 1)
-        self.size = min(self.size, max_size)
-
-    def budget_s(self, guess_s: Seconds = 0.0) -> Seconds:
-        """Return the seconds after which a micro-batch is given up; see the function `budget_s`."""
-        return budget_s(self.typical_s, guess_s, self.late)
-
-    def ran_out(self, started_at: Seconds, now: Seconds) -> None:
-        """Record that a micro-batch which began at `started_at` ran out of time: later ones get twice as long.
-
-        Micro-batches that began with the same limit count once.
-        """
-        if started_at >= self._doubled_at:
-            self.late, self._doubled_at = min(MOST_DOUBLED, self.late + 1), now
-
-    def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
-        """Record a micro-batch's duration on a route, and return the seconds that it would take without waiting.
-
-        With more than MANY_ROUTES known routes, a new route's base is the shortest duration on any route. With its own
-        duration as the base, the first micro-batch on each route would seem not to have waited.
-        """
-        fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
-        self._fastest_s = min(seconds, self._fastest_s + fading)
-        known = self.bases.get(route)
-        self._new += NEWEST_WEIGHT * ((known is None) - self._new)
-        base = known or RouteBase(seconds)
-        base.saw(seconds)
-        keep_latest(self.bases, route, base, MOST_ROUTES)
-        return self._fastest_s if known is None and len(self.bases) > MANY_ROUTES else base.least
-
-
-def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0, late: int = 0) -> Seconds:
-    """Return the seconds after which an origin peer gives up one of its micro-batches, retries included.
-
-    Args:
-        typical_s: Usual duration of our micro-batches; None until the first one has completed.
-        guess_s: Expected duration without waiting, used while `typical_s` is None; 0 if unknown.
-        late: How often in a row micro-batches ran out of time; each time doubles the result.
-
-    Returns:
-        At most MAX_ROUTE_S; MAX_ROUTE_S if neither duration is known.
-    """
-    if typical_s is None and guess_s <= 0:
-        return MAX_ROUTE_S
-    expected_s, least_s = (guess_s, UNKNOWN_S) if typical_s is None else (typical_s, LEAST_BUDGET_S)
-    return min(MAX_ROUTE_S, 2.0**late * max(least_s, 2 * ROUTE_SLACK * expected_s))
+def _waits(execution: StageExecution, waiting: Collection[int]) -> bool:
+    """Return whether an execution waits for its forward pass (its token is in `waiting`) or for a next peer."""
+    hop = execution.next_hop
+    paused = execution.state is AWAY and hop is not None and isinstance(hop.place, Paused)
+    return paused or (execution.state is FORWARD and execution.token in waiting)
 
 
 @dataclass(slots=True)
@@ -208,10 +95,11 @@ class Admission:
         # Another peer sent this execution here, and now the origin peer sends it directly: drop the earlier copy.
         given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
         refusal = self.refusal(request, len(event.envelope.blob))
-        if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
-            refusal = Reason.BUSY
-        if refusal:
-            return [*given_up, Reply(event.request, Envelope(Refused(refusal)))]
+        order = request.drawn, request.origin, request.number
+        younger = None if refusal else self._younger(request.first, order)
+        if younger is None or self.table.holds.rests(PeerId(request.origin), now):
+            return [*given_up, Reply(event.request, Envelope(Refused(refusal or Reason.BUSY)))]
+        given_up += [effect for one in younger for effect in self.table.give_up(one, Reason.BUSY)]
         last, token = self.forwarding.end(request.first), next(self.table.tokens)
         blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
         job = Forward(token, id.first, last, request.sequences, request.layout, blob, thin)
@@ -264,7 +152,7 @@ class Admission:
         return first < known.id.first <= last
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
-        """Return why this peer refuses an execution; None if it accepts the execution.
+        """Return why this peer refuses an execution; None if it accepts the execution, should it have the memory.
 
         Args:
             request: The execution that another peer asks for.
@@ -283,7 +171,7 @@ class Admission:
             return Reason.LATE
         if request.round > self.round + stage.synchronous:  # requests for synchronous rounds may come one round early
             return Reason.NOT_READY
-        return None if self.has_memory(request.first) and not self.draining else Reason.BUSY
+        return Reason.BUSY if self.draining else None
 
     def answer(self, event: Asked) -> Load | Done | Refused | None:
         """Return the answer to an Offer or a ForwardStatusQuery; None for other messages.
@@ -304,7 +192,7 @@ class Admission:
             return Refused(Reason.NOT_READY)
         if not self.stage.begins(offer.first):
             return Refused(Reason.SPAN)
-        if not self.has_memory(offer.first):
+        if self._younger(offer.first, (offer.drawn, "", 0)) is None:
             return Refused(Reason.BUSY)
         last = self.forwarding.usual_end(offer.first)
         load = self.forwarding.load
@@ -321,8 +209,31 @@ class Admission:
         """
         return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
 
-    def has_memory(self, first: int) -> bool:
-        """Return whether there is memory for an execution that enters at layer `first`.
+    def _younger(self, first: int, order: tuple[Seconds, str, int]) -> list[ForwardedExecution] | None:
+        """Return the executions to give up, so that there is memory for one that enters at layer `first`.
+
+        None if too little memory would be free. Only executions of other peers' younger micro-batches are given up,
+        the youngest first: those whose forward pass has not begun here, or that no next peer has taken. The peers
+        before send them again later. So the oldest micro-batch finds memory wherever it comes, and a circle of full
+        peers that wait for one another dissolves (wound-wait: Rosenkrantz, Stearns, Lewis 1978).
+
+        Args:
+            first: Layer at which the execution enters.
+            order: The age of its micro-batch (`StageExecution.order`).
+        """
+        given_up: list[ForwardedExecution] = []
+        if self.has_memory(first):
+            return given_up
+        waiting = self.table.jobs.waiting
+        younger = [one for one in self.table.by_id.values() if one.order > order and _waits(one, waiting)]
+        for one in sorted(younger, key=lambda one: one.order, reverse=True):
+            given_up.append(one)
+            if self.has_memory(first, given_up):
+                return given_up
+        return None
+
+    def has_memory(self, first: int, given_up: Sequence[StageExecution] = ()) -> bool:
+        """Return whether there is memory for an execution that enters at layer `first`, without those given up.
 
         For each later layer at which executions may enter, the memory of one execution is reserved (buffer classes:
         Merlin and Schweitzer, 1980). Without this, peers that hold the same layers could fill each other's memory with
@@ -330,12 +241,12 @@ class Admission:
         """
         capacity, count, in_use, own_count, own = self.stage.capacity, 0, 0.0, 0, 0.0
         for execution in self.table.by_token.values():
-            if execution.state is not HELD:
+            if execution.state is not HELD and execution not in given_up:
                 count, in_use = count + 1, in_use + execution.memory_share
                 if execution.own:
                     own_count, own = own_count + 1, own + execution.memory_share
         more = self.stage.memory_share(first, self.stage.last)
-        full = count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity
+        full = count >= MOST_UNDER_WAY or len(self.table.by_token) - len(given_up) >= MOST_HELD * capacity
         if full or in_use + more > capacity + ROUNDING:
             return False
         kept = min(self.stage.later_entries(first), capacity // KEPT_PART)

@@ -111,7 +111,7 @@ class Forwarding:
 
     def _ask_presence(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds) -> list[Effect]:
         """Return Offers to peers whose suspension is over; they get no micro-batch before they answer."""
-        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
+        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences, execution.drawn))
         due = self.scheduler.absent(successors, STATUS_S, now)
         return [Ask(PresenceTag(), peer, offer, STATUS_S) for peer in due]
 
@@ -140,7 +140,7 @@ class Forwarding:
             return self._send_to(execution, chosen[0], now)
         hop.offer(chosen)
         tag = OfferTag(execution.token, hop.attempts)
-        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
+        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences, execution.drawn))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
 
     def _rates(self, layer: int, trust: Mapping[PeerId, float]) -> dict[PeerId, float]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from decentral.comm.pipeline.admission import FULL, LARGE_STEP, LEAN, Admission, MicroBatchWindow, OwnMicroBatches
+from decentral.comm.pipeline.admission import Admission, OwnMicroBatches
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.commits import CommitProtocol
 from decentral.comm.pipeline.execution import GONE, StageExecution
@@ -35,6 +35,7 @@ from decentral.comm.pipeline.tags import (
     OfferTag,
     PresenceTag,
 )
+from decentral.comm.pipeline.window import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply

@@ -97,8 +97,7 @@ class Welcome:
 class MembershipProof(Question):
     """Proves that the sender holds an invitation to a private swarm. The answer is the other peer's proof.
 
-    In a private swarm a peer sends its proof to another peer before any other question. `read_proof` in
-    comm/wire/invitations.py verifies proofs.
+    In a private swarm a peer sends it before any other question. `read_proof` (comm/wire/invitations.py) verifies it.
     """
 
     proof: Annotated[bytes, Strict(), Field(min_length=1, max_length=MAX_PROOF_BYTES)]
@@ -239,6 +238,7 @@ class Offer(RunQuestion):
 
     first: Index
     sequences: Sequences
+    drawn: UnixTime = 0.0  # as in a ForwardRequest
 
 
 @dataclass(frozen=True, slots=True)

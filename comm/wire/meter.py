@@ -22,9 +22,10 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import KiB, MiB, Seconds
 
-UPLOADS = 6  # the rate of this peer's uplink is computed from its last UPLOADS uploads
+UPLOADS = 3  # this peer's uplink is measured by its last uploads, so few that a slower uplink is known in some minutes
+WARM_UP_BYTES = 256 * KiB  # an upload that is measured follows one of this size, so that slow start is over by then
 LIMITED = 1.5  # a link's rate limited an upload if it took more than this many times as long as TCP slow start alone
-FAST = 25e6  # bytes/s; if our uplink is faster than this, we send without a rate limit
+FAST = 20e6  # bytes/s; a faster uplink counts as no limit: mostly the paths to single peers limit what it sends
 PACED = 0.9  # we send at this fraction of our uplink's measured rate, so that no queue builds up in the router
 ALIKE = 1.5  # uploads whose rates differ by less than this factor count as equally fast
 REMEMBERED = 8  # in an average rate, all older transfers together weigh at most this many times as much as the newest
@@ -58,7 +59,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A large question that we sent: its size in bytes, and the seconds until its answer.
+    """A large question that we sent after a warm-up: its size in bytes, and the seconds until its answer.
 
     The rate is computed when it is needed, from the link's latency as known at that time. The first measured latency
     may be twice the true latency, because other peers' probes ran at the same time.
@@ -70,11 +71,12 @@ class Upload:
 
     def rate(self, latency_s: Seconds) -> float:
         """Return the rate of this upload in bytes/s, given the link's latency."""
-        return rate_of(self.size, max(LEAST_S, self.seconds - latency_s), ROUND_TRIP * latency_s)
+        return rate_of(self.size, max(LEAST_S, self.seconds - latency_s), ROUND_TRIP * latency_s, WARM_UP_BYTES)
 
     def limited(self, latency_s: Seconds) -> bool:
         """Return whether the rate of some link limited this upload; if not, TCP slow start alone limited it."""
-        return self.seconds - latency_s > LIMITED * transfer_s(self.size, math.inf, ROUND_TRIP * latency_s)
+        slow_start_s = transfer_s(self.size, math.inf, ROUND_TRIP * latency_s, WARM_UP_BYTES)
+        return self.seconds - latency_s > LIMITED * slow_start_s
 
 
 @dataclass(slots=True)

@@ -22,24 +22,28 @@ RESULTS_KEPT = 4096  # `transfer_s` and `rate_of` each cache this many results, 
 
 
 @lru_cache(RESULTS_KEPT)
-def transfer_s(size: int, rate: float, round_trip_s: Seconds) -> Seconds:
-    """Return the seconds that a transfer of `size` bytes takes over a link of `rate` bytes/s, slow start included."""
-    return max((waited_s + left / rate for left, waited_s in _rounds(size, round_trip_s)), default=0.0)
+def transfer_s(size: int, rate: float, round_trip_s: Seconds, first_bytes: int = INITIAL_BYTES) -> Seconds:
+    """Return the seconds that a transfer of `size` bytes takes over a link of `rate` bytes/s, slow start included.
+
+    `first_bytes` may be in flight at first; after other transfers over the connection, this is more than INITIAL_BYTES.
+    """
+    return max((waited_s + left / rate for left, waited_s in _rounds(size, round_trip_s, first_bytes)), default=0.0)
 
 
 @lru_cache(RESULTS_KEPT)
-def rate_of(size: int, seconds: Seconds, round_trip_s: Seconds) -> float:
+def rate_of(size: int, seconds: Seconds, round_trip_s: Seconds, first_bytes: int = INITIAL_BYTES) -> float:
     """Return the rate (bytes/s) of a link on which a transfer of `size` > 0 bytes took `seconds` > 0 seconds.
 
-    The result is too low if slow start took more than the first SLOW_PART of the duration.
+    The result is too low if slow start took more than the first SLOW_PART of the duration, and too high if more than
+    `first_bytes` were in flight at first.
     """
-    rounds = (one for one in _rounds(size, round_trip_s) if one[1] <= SLOW_PART * seconds)
+    rounds = (one for one in _rounds(size, round_trip_s, first_bytes) if one[1] <= SLOW_PART * seconds)
     return max(left / (seconds - waited_s) for left, waited_s in rounds)
 
 
-def _rounds(size: int, round_trip_s: Seconds) -> Iterator[tuple[int, Seconds]]:
+def _rounds(size: int, round_trip_s: Seconds, first_bytes: int) -> Iterator[tuple[int, Seconds]]:
     """Yield (bytes still to be sent, seconds since the transfer's start) at the start of each round trip."""
-    left, flight, waited_s = size, INITIAL_BYTES, 0.0
+    left, flight, waited_s = size, first_bytes, 0.0
     while left > 0:
         yield left, waited_s
         left, flight, waited_s = left - flight, 2 * flight, waited_s + round_trip_s

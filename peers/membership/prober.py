@@ -5,8 +5,10 @@ that join at the same time would slow down each other's probes. Later, gossip ex
 (comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, uploads over the two
 fastest links are repeated in turn, at growing intervals.
 
-If TCP slow start explains the time of a repeated upload, an upload of LONG_PROBE_BYTES follows. No such upload follows
-the first upload over a link, since the link's latency may have been measured while queues were full.
+An upload of WARM_UP_BYTES comes first, so that TCP slow start hardly counts, whether or not other messages used the
+connection before. Repeated uploads have LONG_PROBE_BYTES if that takes at most LONG_PROBE_S, or if a shorter one took
+too little time: the longer an upload, the less an error in the link's latency counts. The first upload over a link is
+short, since the latency may have been measured while queues were full.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from typing import ClassVar
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
-from decentral.comm.wire.meter import Meter, Upload
+from decentral.comm.wire.meter import WARM_UP_BYTES, Meter, Upload
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Event, Tag
 from decentral.core.ids import PeerId
 from decentral.core.machine import Woke
@@ -28,6 +30,8 @@ PROBED_PEERS = 3  # at first, links to this many peers are probed; after that, o
 PROBE_BYTES = 1 * MiB  # an upload has this size until one misses its deadline
 DOWN_PROBE_BYTES = 256 * KiB  # downloads are small, because other newcomers may use the same peer's uplink
 LONG_PROBE_BYTES = MAX_PROBE_BYTES  # such an upload takes longer than TCP slow start, which would hide the link's rate
+LONG_PROBE_S = 2.0  # uploads of LONG_PROBE_BYTES are repeated over links that need at most this long for one
+SHORT_PROBE_S = 0.3  # an upload that takes less time than this is repeated with more bytes
 LEAST_PROBE_BYTES = 64 * KiB  # the smallest upload, which an uplink of 3 kB/s still sends within PROBE_DEADLINE_S
 PROBE_STEP = 4  # factor by which uploads shrink after a missed deadline, and grow if they were too short to measure
 PROBE_AFTER_S = 2.0
@@ -35,6 +39,7 @@ PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubl
 PROBE_EVERY_S = 120.0
 PROBE_SOON_S = 5.0  # while no other peer is known, the next try comes after this time
 PROBE_DEADLINE_S = 20.0
+FIRST_PROBES = ("ping", "ping", "down", "warm up", "up")  # the kinds of probes of a link, in their order
 
 
 @lru_cache(maxsize=4)
@@ -57,9 +62,16 @@ class UploadTag(ProbeTag):
     may_be_late: ClassVar[bool] = True
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUpTag(UploadTag):
+    """The tag of the upload before an upload that is measured; `what` is `warm up`."""
+
+    measures_link: ClassVar[bool] = False
+
+
 @dataclass(slots=True)
 class Prober:
-    """The state machine that probes the link to one peer at each wake-up: with pings, a download and an upload."""
+    """The state machine that probes the link to one peer at each wake-up: with pings, a download and uploads."""
 
     meter: Meter
     rng: Random
@@ -84,13 +96,11 @@ class Prober:
                 self._again_s = min(2 * self._again_s, PROBE_EVERY_S) if peers else PROBE_AGAIN_S
                 self._silent.clear()
                 return self._choose(peers)
-            case Answered(tag=UploadTag("up"), peer=peer) if self._up_bytes < PROBE_BYTES and self._was_slow_start(
-                event
-            ):
+            case Answered(tag=UploadTag("up"), peer=peer) if self._up_bytes < PROBE_BYTES and self._was_short(event):
                 self._up_bytes = min(PROBE_BYTES, PROBE_STEP * self._up_bytes)
                 self._queue.insert(0, (peer, "up"))
                 return self._next()
-            case Answered(tag=UploadTag("up again"), peer=peer) if self._was_slow_start(event):
+            case Answered(tag=UploadTag("up again"), peer=peer) if self._was_short(event):
                 self._queue.insert(0, (peer, "long up"))
                 return self._next()
             case Answered(tag=ProbeTag()):
@@ -98,14 +108,17 @@ class Prober:
             case AskFailed(tag=ProbeTag()):
                 if isinstance(event.tag, UploadTag) and event.reason == Reason.DEADLINE:
                     self._up_bytes = max(LEAST_PROBE_BYTES, self._up_bytes // PROBE_STEP)
+                    self._again_s = PROBE_AGAIN_S  # the uplink may have become slower
+                    self.wake_at = now + PROBE_AGAIN_S
                 self._silent.add(event.peer)
                 return self._choose([peer for peer in peers if peer not in self._silent])
         return []
 
-    def _was_slow_start(self, upload: Answered) -> bool:
-        """Return whether TCP slow start explains an upload's duration. Such an upload does not show our bandwidth."""
+    def _was_short(self, upload: Answered) -> bool:
+        """Return whether an upload was too short to show our bandwidth, or TCP slow start explains its duration."""
+        latency_s = self.meter.latency_s(upload.peer)
         measured = Upload(upload.peer, upload.sent_bytes, upload.seconds)
-        return not measured.limited(self.meter.latency_s(upload.peer))
+        return upload.seconds - latency_s < SHORT_PROBE_S or not measured.limited(latency_s)
 
     def _choose(self, peers: Sequence[PeerId]) -> list[Ask]:
         """Choose the link to probe, and return its first probe.
@@ -118,14 +131,19 @@ class Prober:
         if new and len(ups) < PROBED_PEERS:  # skip the download if one from this peer was measured before
             peer = self.rng.choice(new)
             whole = peer not in links or not links[peer].down.known
-            self._queue = [(peer, what) for what in ("ping", "ping", "down", "up") if whole or what != "down"]
+            self._queue = [(peer, what) for what in FIRST_PROBES if whole or what != "down"]
             return self._next()
         last = self.meter.uploads[-1].peer if self.meter.uploads else None
         fastest = sorted(ups, key=lambda peer: -ups[peer])[:2]
         again = [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
         # Ping first, because a latency measured during gossip includes the time that the partner takes to answer.
-        self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]
+        self._queue = [(peer, what) for peer in again for what in ("ping", "warm up", self._again(ups[peer]))]
         return self._next()
+
+    def _again(self, rate: float) -> str:
+        """Return the kind of a repeated upload over a link whose last upload had `rate` bytes/s."""
+        is_fast = self._up_bytes == PROBE_BYTES and rate * LONG_PROBE_S >= LONG_PROBE_BYTES
+        return "long up" if is_fast else "up again"
 
     def _next(self) -> list[Ask]:
         if not self._queue:
@@ -136,6 +154,8 @@ class Prober:
                 tag, question = ProbeTag(what), Envelope(Ping(self.rng.getrandbits(32)))
             case "down":
                 tag, question = ProbeTag(what), Envelope(Probe(DOWN_PROBE_BYTES))
+            case "warm up":
+                tag, question = WarmUpTag(what), Envelope(Probe(0), zeros(min(WARM_UP_BYTES, self._up_bytes)))
             case _:
                 size = LONG_PROBE_BYTES if what == "long up" else self._up_bytes
                 tag, question = UploadTag(what), Envelope(Probe(0), zeros(size))

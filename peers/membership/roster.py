@@ -7,29 +7,26 @@ more than its lifetime. So a peer with a very slow clock sees no other peers; it
 (startup/lost_peers.py).
 """
 
-import bisect
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from random import Random
 
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Announce, Answered, AskFailed, Event, Found, Lookup
-from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import REPEAT_S, ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.latest import keep_latest
-from decentral.core.layer_work import KindCosts, Shape, shape_of
 from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
+from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.publication import Publication
 from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSource
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
@@ -48,8 +45,6 @@ DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our reque
 MAX_PEERS = 4096
 MOST_DROPPED = 8192  # the last record's date is remembered for this many dropped peers, to ignore older records
 MOST_NEW = 2 * SPLIT  # one lookup reads records of at most this many peers outside the roster, chosen at random
-NEIGHBOURS = 24  # a peer sends requests to only this many holders of a layer, so that it measures each link often
-SPEED_UNIT = 2.0**-40  # speeds (tokens/s) are added as integer multiples of this: float sums depend on their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,104 +79,6 @@ class RosterEntry:
     def failed(self, now: Seconds) -> None:
         """Count one more unanswered request."""
         self.failures, self.failed_at = self.failures + 1, now
-
-
-@dataclass(slots=True)
-class Holders:
-    """An index of the training peers that hold each layer and compute for others, updated with each new record.
-
-    A peer sends requests to only NEIGHBOURS holders of a layer, chosen by rendezvous hashing (Thaler and Ravishankar
-    1998), so that the requests of all peers spread evenly over all holders.
-    """
-
-    own: PeerId
-    cuts: tuple[Fragment, ...]  # fragments of the whole model; with (), nothing is indexed
-    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # (first, last) -> sum of its holders' tokens/s
-    changes: int = 0  # increases whenever a peer's layers or speed change, so that caches can tell that they are old
-    # Layers (first, last) -> three sums over the peers with these layers, as integer multiples of SPEED_UNIT: speeds,
-    # speeds times the embedding's share of a token's time, and speeds times the head's share.
-    _totals: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # peer -> (first layer, end, tokens/s)
-    _costs: dict[PeerId, KindCosts] = field(default_factory=dict)
-    # Layers (first, last) -> peers with exactly these layers, each with the distance of its hash from ours, sorted.
-    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)
-    _near: dict[int, list[PeerId]] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """Return the number of peers that hold at least one layer."""
-        return len(self._places)
-
-    def put(self, peer: PeerId, record: PeerRecord) -> None:
-        """Add a peer by its record, or update its span and speed."""
-        if not self.cuts:
-            return
-        layers = self.cuts[-1].last
-        takes_part = record.phase == "training" and not record.profile.alone
-        first, last = (record.first, min(record.last, layers)) if takes_part else (0, 0)
-        speed, costs = record.profile.tokens_per_s, record.profile.costs
-        was = self._places.get(peer, (0, 0, 0.0))
-        if was[:2] == (first, last) and first < last:
-            if (speed, costs) != (was[2], self._costs[peer]):
-                self._add(first, last, was[2], self._costs[peer], -1)
-                self._places[peer], self._costs[peer] = (first, last, speed), costs
-                self._add(first, last, speed, costs)
-                self.changes += 1
-            return
-        self.drop(peer)
-        if first >= last:
-            return
-        self._places[peer], self._costs[peer] = (first, last, speed), costs
-        self.changes += 1
-        self._add(first, last, speed, costs)
-        bisect.insort(self._alike.setdefault((first, last), []), (self._distance(peer), peer))
-        self._near.clear()
-
-    def drop(self, peer: PeerId) -> None:
-        """Remove a peer; do nothing if the index does not have it."""
-        first, last, speed = self._places.pop(peer, (0, 0, 0.0))
-        if first >= last:
-            return
-        self.changes += 1
-        self._add(first, last, speed, self._costs.pop(peer), -1)
-        held = self._alike[first, last]
-        del held[bisect.bisect_left(held, (self._distance(peer), peer))]
-        if not held:
-            del self.speeds[first, last], self._totals[first, last], self._alike[first, last]
-        self._near.clear()
-
-    def shape(self, span: tuple[int, int]) -> Shape:
-        """Return the shares of a token's time that the embedding, the blocks and the head take on the span's holders.
-
-        Each is the holders' mean, weighted by speed. If no speed is known, the shares follow from the layers' FLOPs.
-        """
-        speed, embedding, head = self._totals[span]
-        if speed <= 0:
-            return shape_of(self.cuts)
-        blocks = max(0.0, 1 - (embedding + head) / speed)
-        return embedding / speed, blocks, head / speed
-
-    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
-        """Return the layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
-        return self._places.get(peer, (0, 0, 0.0))
-
-    def near(self, layer: int) -> Sequence[PeerId]:
-        """Return the holders of the layer that are nearest to us by hash distance, at most NEIGHBOURS, sorted by id."""
-        if layer not in self._near:
-            spans = [held[:NEIGHBOURS] for (first, last), held in self._alike.items() if first <= layer < last]
-            self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])
-        return self._near[layer]
-
-    def _add(self, first: int, last: int, tokens_per_s: float, costs: KindCosts, sign: int = 1) -> None:
-        """Add a peer's speed to the totals of a span, or with sign -1 subtract it, without a rounding error."""
-        embedding, _, head = shape_of(self.cuts, costs)
-        parts = (round(part * tokens_per_s / SPEED_UNIT) for part in (1.0, embedding, head))
-        before = self._totals.get((first, last), (0, 0, 0))
-        speed, first_s, last_s = (old + sign * part for old, part in zip(before, parts, strict=True))
-        self._totals[first, last], self.speeds[first, last] = (speed, first_s, last_s), speed * SPEED_UNIT
-
-    def _distance(self, peer: PeerId) -> int:
-        return rng.seed_of(0, "neighbours", self.own, peer)
 
 
 @dataclass(slots=True)

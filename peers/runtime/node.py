@@ -37,10 +37,11 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.joining.join import Join, JoinPhase, JoinTag
+from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.record_gossip import RecordGossip, RecordsTag
 from decentral.peers.membership.records import PeerRecord
-from decentral.peers.membership.roster import Holders, Roster
+from decentral.peers.membership.roster import Roster
 from decentral.peers.membership.swarm_size import SwarmSize
 from decentral.peers.runtime.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
 from decentral.peers.runtime.divergence import Divergence
@@ -58,6 +59,7 @@ from decentral.peers.runtime.witness import Witness
 from decentral.scheduler.placement.cold_copies import CopyTag
 from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 STOPPED_S = 5.0  # if a timer event (Woke) comes later than planned by more than this, the process was suspended
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared, jobs.Undone)
@@ -140,7 +142,8 @@ class Node:
 
     def _make_membership(self, chance: Random) -> None:
         setup, run = self.setup, self.setup.config
-        holders = Holders(setup.own.peer, setup.routes.cuts if setup.routes else ())  # only routes need this index
+        cuts = setup.routes.cuts if setup.routes else ()  # only routes need the index of holders
+        holders = Holders(setup.own.peer, cuts, TokenLinks.of(run))
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
         self.roster = Roster(setup.run, setup.own, run.swarm, self, size, holders)

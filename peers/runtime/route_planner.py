@@ -166,31 +166,37 @@ class RoutePlanner:
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not always:
             return
-        (speeds, shapes), cuts = self._speeds(own), self.routes.stage.cuts
+        (speeds, shapes, crossings), cuts = self._speeds(own), self.routes.stage.cuts
         self._seen, whole_alone = seen, self.rounds is None
         useful = routing.useful_speeds(cuts, speeds, shapes) if whole_alone else speeds
         if always or routing.changed(self._solved, useful):
             self._solved = useful
-            self.weights = routing.solve(cuts, speeds, own, whole_alone, shapes)
+            self.weights = routing.solve(cuts, speeds, own, whole_alone, shapes, crossings)
 
-    def _speeds(self, own: routing.Span) -> tuple[dict[routing.Span, float], dict[routing.Span, Shape]]:
+    def _speeds(
+        self, own: routing.Span
+    ) -> tuple[dict[routing.Span, float], dict[routing.Span, Shape], dict[routing.Span, float]]:
         """Return the tokens/s of all peers, ourselves included, summed by the span of fragments that they hold.
 
-        The second result is the mean shape (core/layer_work.py) of the peers of each span, weighted by speed.
+        The second result is the mean shape (core/layer_work.py) of the peers of each span, weighted by speed; the third
+        is how many tokens/s their links let enter or leave them (`TokenLinks.crossings_per_s`).
 
         The speed of a peer is its tokens/s through the whole model. In an asynchronous run without `routes.overlap`,
         other peers with the whole model are left out, because the router sends them work by measured times instead.
         """
-        stage = self.routes.stage
-        ours = self.routes.load.speed or self.setup.now.profile.tokens_per_s
+        stage, holders = self.routes.stage, self.roster.holders
+        ours, span = self.routes.load.speed or self.setup.now.profile.tokens_per_s, (stage.first, stage.last)
+        crossings = {own: holders.links.crossings_per_s(stage.cuts, span, self.meter.best_up() or 0.0)}
+        ours = holders.links.supply(stage.cuts, span, crossings[own], ours, stage.costs)
         found = {own: [(ours, shape_of(stage.cuts, stage.costs))]}
-        for (first, last), speed in self.roster.holders.speeds.items():
+        for (first, last), speed in holders.speeds.items():
             left_out = (first, last) == (0, self.setup.now.layers) and not (self.rounds or stage.overlap)
-            if (span := self.whole_fragments(first, last)) and not left_out:
-                alike = found.setdefault((span[0], span[-1] + 1), [])
-                alike.append((speed, self.roster.holders.shape((first, last))))
+            if (whole := self.whole_fragments(first, last)) and not left_out:
+                held = whole[0], whole[-1] + 1
+                found.setdefault(held, []).append((speed, holders.shape((first, last))))
+                crossings[held] = crossings.get(held, 0.0) + holders.crossings[first, last]
         speeds = routing.rounded({span: sum(speed for speed, _ in alike) for span, alike in found.items()})
-        return speeds, {span: mean_shape(alike) for span, alike in found.items()}
+        return speeds, {span: mean_shape(alike) for span, alike in found.items()}, crossings
 
     def whole_fragments(self, first: int, last: int) -> range:
         """Return the indices of the fragments that lie within layers [first, last)."""

@@ -33,10 +33,9 @@ from decentral.scheduler.placement.evaluate import EvaluatePlans, TrainingPeer
 from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 SPAN_REVIEW_S = 2.0
-# Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
-WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
 
 
 @dataclass(slots=True)
@@ -62,10 +61,10 @@ class SpanManager:
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
         chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans", "copies")]
-        replicas, hidden_bytes = run.routes.holders, WIRE_BYTES[run.routes.wire] * run.model.d_model
+        replicas, links = run.routes.holders, TokenLinks.of(run)
         self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
         self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
-        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self)
+        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, links, replicas, run.seed, chances[2], self)
         self.cold_copies = ColdCopies(setup.run, own.peer, budget, run.swarm.checkpoint_every_s, chances[3])
 
     def review(self, now: Seconds) -> list[Effect | EvaluatePlans]:
@@ -81,10 +80,12 @@ class SpanManager:
         effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
         effects += self.cold_copies.review(members, self._stored(members), now)
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
-        if move.why == "plan" and plans.adopted is not None:
+        if move.why == "plan" and (plans.adopted is not None or move.phase is MovePhase.LEASING):
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
             effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
+        if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING:
+            effects += self._carry_out(move.redirect(move.held, now), now)  # lost layers are more urgent
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         if lost is not None:
@@ -92,17 +93,16 @@ class SpanManager:
         elif relief is not None:
             began = self._relieve(relief, now)
         else:
-            began = self._follow_plan(members, now)
+            began = self._follow_plan(now)
         return [*effects, *self._carry_out(began, now)]
 
-    def _follow_plan(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[MoveEffect]:
+    def _follow_plan(self, now: Seconds) -> list[MoveEffect]:
         held, plans = self.span_move.held, self.swarm_plans
         if (target := plans.due_move(held, now)) is None:
             return []
         unheld = [index for index in target if index not in held and not self.holders(index)]
         initial = all(index in self.layer_recovery.initial or self._is_retained(index) for index in unheld)
-        copied = {index for index in held if not self.holders(index) and self.cold_copies.has_copy(index)}
-        return self.span_move.begin(target, "plan", now, initial, plans.gaps(held, members, now, copied))
+        return self.span_move.begin(target, "plan", now, initial)
 
     def _relieve(self, target: range, now: Seconds) -> list[MoveEffect]:
         self.layer_recovery.relief_tried(now)
@@ -185,6 +185,10 @@ class SpanManager:
         """Return the other peers that train and hold the whole fragment."""
         return self.selection.holders(fragment)
 
+    def takers(self, fragment: int) -> list[PeerId]:
+        """Return the other peers that train and should hold the fragment by the adopted plan."""
+        return self.swarm_plans.takers(fragment, self.selection.trainers())
+
     def part_holders(self, fragment: int) -> list[PeerId]:
         """Return the other peers that train and hold the fragment, but not the whole model."""
         live, whole = self.selection.roster.live, len(self.setup.now.cuts)
@@ -239,7 +243,7 @@ def _member(held: range, profile: Profile, originates: bool, lr_step: int) -> Tr
         held,
         profile.memory_bytes,
         profile.tokens_per_s,
-        rate=min(profile.down, profile.up),
+        rate=profile.up,
         originates=originates,
         lr_step=lr_step,
         costs=profile.costs,

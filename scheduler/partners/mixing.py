@@ -2,23 +2,24 @@
 
 Start at `partners`. A running peer draws its partners in peers/runtime/peer_selection.py instead. Weights mix when the
 replicas of a layer's holders approach their mean. Peer i is busy for seconds_ij = delay + bytes / bandwidth when it
-pulls from j, and may spend LINK_SHARE of its time on gossip. With symmetric rates r_ij of exchanges per second, the
-weights phi of a layer's holders change in expectation by d/dt phi = -gamma L(r) phi, where gamma is a constant and
-L(r) is the Laplacian of the rates. The slowest component decays with the second smallest eigenvalue lambda_2 of L(r).
-So the problem is
+pulls from j, and may gossip for the share `gossip.link_share` of its time. With symmetric rates r_ij of exchanges per
+second, the weights phi of a layer's holders change in expectation by d/dt phi = -gamma L(r) phi, where gamma is a
+constant and L(r) is the Laplacian of the rates. The slowest component decays with the second smallest eigenvalue
+lambda_2 of L(r). So the problem is
 
-    maximise lambda_2(L(r))  over r >= 0  with  sum_j r_ij seconds_ij <= LINK_SHARE  for every i
+    maximise lambda_2(L(r))  over r >= 0  with  sum_j r_ij seconds_ij <= link_share  for every i
 
 (fastest mixing Markov process: Sun, Boyd, Xiao, Diaconis, SIAM Review 2006). The objective is concave: for every unit
 vector v orthogonal to the vector of ones, lambda_2 <= sum r_ij (v_i - v_j)^2. This bound, a cut, is linear in r; its
-slope (v_i - v_j)^2 says which pair's exchanges help most. Two searches use the slopes, and can be stopped at any time:
+slope (v_i - v_j)^2 says which pair's exchanges help most. Rates are proportional to link_share, so the searches take it
+as 1. Two searches use the slopes, and can be stopped at any time:
 
     ascended   exponentiated gradient: shift each pair's share of time towards pairs with much benefit for their cost
     fastest    Kelley's method, for up to MOST_EXACT peers: repeat a linear programme over the cuts found so far
 
 If peers hold different layers, each layer's holders have their own cuts, and the smallest lambda_2 of any layer counts.
 
-At the end, rates of exchanges are lowered (`fitted`) until the exchanges take at most LINK_SHARE of each uplink,
+At the end, rates of exchanges are lowered (`fitted`) until the exchanges take at most link_share of each uplink,
 downlink, link between two peers and shared link of a site, and fit into it together with the tokens' bytes.
 
 In this file `seconds` (inf if two peers share no layer) and `rate` (per second) are N x N, and a group is an array of
@@ -38,7 +39,6 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 
-LINK_SHARE = 0.5  # gossip may take at most this share of a peer's time, and of each link
 MOST_EXACT = 32  # with more peers, the linear programme of `fastest` takes too long: only `ascended` runs
 CUTS = 4  # one round of `fastest` adds at most this many cutting planes for each group of holders
 SLOW = 6  # the slope of lambda_2 is averaged over this many eigenvectors of each group, those that decay most slowly
@@ -73,7 +73,12 @@ class Partners:
 
 
 def partners(
-    topology: Topology, holds_NL: Flags, snapshot_L: Floats, tokens_NN: Floats, budget: SearchBudget
+    topology: Topology,
+    holds_NL: Flags,
+    snapshot_L: Floats,
+    tokens_NN: Floats,
+    link_share: float,
+    budget: SearchBudget,
 ) -> Partners:
     """Return probabilities of gossip partners with which weights mix at least as fast as with two simple rules.
 
@@ -82,6 +87,7 @@ def partners(
         holds_NL: Whether each peer holds each of L layers.
         snapshot_L: Bytes of each layer that one exchange moves, one way.
         tokens_NN: Bytes/s of activations and gradients between each two peers, in each direction.
+        link_share: Gossip may take at most this share of a peer's time, and of each link (`gossip.link_share`).
         budget: Limits of the search.
     """
     common = holds_NL.astype(float) * snapshot_L @ holds_NL.T.astype(float)
@@ -100,7 +106,8 @@ def partners(
         best = ascended(seconds, groups, best, budget.part(0.5))
         if len(seconds) <= MOST_EXACT:
             best = fastest(seconds, groups, best, budget.part(0.5))
-    options = {name: fitted(rate, common, topology, tokens_NN) for name, rate in {"plan": best, **rules}.items()}
+    found = {"plan": best, **rules}
+    options = {name: fitted(rate, common, topology, tokens_NN, link_share) for name, rate in found.items()}
     mixing = {name: slowest(rate, groups) for name, rate in options.items()}
     chosen = max(mixing, key=lambda name: mixing[name])
     total = options[chosen].sum(axis=1, keepdims=True)
@@ -109,35 +116,39 @@ def partners(
     return Partners(weight, every_N, mixing[chosen], mixing["uniform"], mixing["bandwidth"])
 
 
-def fitted(rate: Floats, common: Floats, topology: Topology, tokens_NN: Floats) -> Floats:
-    """Return the rates, lowered so that gossip takes at most LINK_SHARE of each link, and fits into it beside tokens.
+def fitted(rate: Floats, common: Floats, topology: Topology, tokens_NN: Floats, link_share: float) -> Floats:
+    """Return the rates, lowered so that gossip takes at most `link_share` of each link, and fits in beside tokens.
 
     Args:
-        rate: Exchanges per second, [N, N], symmetric; each moves bytes in both directions.
+        rate: Exchanges per second, [N, N], symmetric, with which the busiest peer would exchange all the time; each
+            moves bytes in both directions.
         common: Bytes that one exchange of two peers moves in each direction, [N, N].
         topology: N peers and their links.
         tokens_NN: Bytes/s of activations and gradients between each two peers, in each direction.
+        link_share: Gossip may take at most this share of a peer's time, and of each link.
     """
+    rate = link_share * rate
     used = rate * common
     links = np.minimum(topology.bandwidth, topology.bandwidth.T)
-    lower = _fraction(links, used, tokens_NN)
-    own_N = _fraction(np.minimum(topology.up, topology.down), used.sum(axis=1), tokens_NN.sum(axis=1))
+    lower = _fraction(links, used, tokens_NN, link_share)
+    access_N = np.minimum(topology.up, topology.down)
+    own_N = _fraction(access_N, used.sum(axis=1), tokens_NN.sum(axis=1), link_share)
     lower = np.minimum(lower, np.minimum.outer(own_N, own_N))
     region_N = np.array(topology.regions)
     for site in topology.sites:
         crosses = (region_N == site.region)[:, None] != (region_N == site.region)[None, :]
         both_ways = np.array([used[crosses].sum() / 2, tokens_NN[crosses].sum() / 2])
-        fraction = _fraction(np.array([min(site.up, site.down)]), both_ways[:1], both_ways[1:])
+        fraction = _fraction(np.array([min(site.up, site.down)]), both_ways[:1], both_ways[1:], link_share)
         lower = np.where(crosses, np.minimum(lower, fraction), lower)
     return rate * lower
 
 
-def _fraction(limit: Floats, used: Floats, tokens: Floats) -> Floats:
+def _fraction(limit: Floats, used: Floats, tokens: Floats, link_share: float) -> Floats:
     """Return the share, at most 1, of gossip's `used` bytes/s that fits into links beside the `tokens`' bytes/s.
 
-    `limit` are the rates of the links in bytes/s; gossip may take at most LINK_SHARE of each.
+    `limit` are the rates of the links in bytes/s; gossip may take at most `link_share` of each.
     """
-    left = np.maximum(0.0, np.minimum(LINK_SHARE * limit, limit - tokens))
+    left = np.maximum(0.0, np.minimum(link_share * limit, limit - tokens))
     return np.asarray(np.minimum(1.0, np.divide(left, used, out=np.ones_like(used), where=used > 0)))
 
 
@@ -154,13 +165,13 @@ def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sea
     taken = 0
     while progress.goes_on():
         for _ in range(STEPS):
-            busy = share.sum(axis=1) / LINK_SHARE
+            busy = share.sum(axis=1)
             share /= busy.max()
             value, slope = _slope(share * worth, groups)
             if value > best_value:
                 best, best_value = share * worth, value
             price = np.exp(30.0 * (busy / busy.max() - 1))
-            price /= price.sum() * LINK_SHARE
+            price /= price.sum()
             push = slope * worth / max(value, 1e-30) - (price[:, None] + price[None, :])
             taken += 1
             share = share * np.exp(np.clip(push / np.abs(push[cost > 0]).max() / (1 + taken / 100) ** 0.5, -2, 2))
@@ -182,7 +193,7 @@ def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sear
     progress = SearchProgress(replace(budget, rounds=min(budget.rounds, ASCENT_ROUNDS)), -best_value)
     while progress.goes_on():
         cuts += [np.append(-((v[i] - v[j]) ** 2), scale) for v in _slow_vectors(rate, groups)]
-        limits = np.concatenate((np.full(peers, LINK_SHARE), np.zeros(len(cuts))))
+        limits = np.concatenate((np.ones(peers), np.zeros(len(cuts))))
         left = {"time_limit": max(0.01, min(600.0, budget.seconds - progress.seconds()))}
         value = np.append(np.zeros(pairs), -1.0)
         found = linprog(value, np.vstack((busy, *cuts)), limits, method="highs", options=left)
@@ -202,10 +213,10 @@ def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sear
 
 
 def scaled(weight: Floats, seconds: Floats) -> Floats:
-    """Return symmetric rates proportional to `weight` (N x N); the busiest peer gossips for LINK_SHARE of its time."""
+    """Return symmetric rates proportional to `weight` (N x N); the busiest peer gossips all the time."""
     weight = np.maximum(weight, weight.T)
     busy = np.where(weight > 0, weight * np.where(np.isfinite(seconds), seconds, 0.0), 0.0).sum(axis=1).max()
-    return np.asarray(weight * (LINK_SHARE / busy if busy > 0 else 0.0))
+    return np.asarray(weight / busy if busy > 0 else 0.0 * weight)
 
 
 def slowest(rate: Floats, groups: Sequence[Ints]) -> float:

@@ -136,10 +136,6 @@ class ColdCopies:
         self._next_at[event.fragment] = self._began_at + every_s - lead_s
         return [self._line(event.fragment, "done", now, written.step, len(written.blob))]
 
-    def has_copy(self, fragment: int) -> bool:
-        """Return whether, at the last review, a fragment had one holder and a fresh copy on another peer's disk."""
-        return any(self._is_fresh(peer, fragment) for peer in self._seen if peer != self.own)
-
     def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
         """Return whether a peer is the fragment's only holder, from which we copy its state."""
         lone = self.lone.get(fragment.index)

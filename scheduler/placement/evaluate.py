@@ -16,6 +16,7 @@ from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import Seconds
 from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, ROUND_S, SNAPSHOT_BYTES, LayerCosts
+from decentral.scheduler.throughput.link_limits import UNMEASURED_LINK, TokenLinks
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
@@ -26,7 +27,6 @@ LEAST_ROUNDS = 10
 DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches
 MOST_PLANNED = 1024  # with more peers * fragments than this, no plans are made
 LEAST_TOKENS_PER_S = 1e-3  # assumed speed of a peer without a published speed, to avoid division by zero
-UNMEASURED_LINK = 12.5e6  # assumed bytes/s of an unmeasured link, as in scheduler/topology/topology.py
 
 Spans = tuple[tuple[str, int, int], ...]
 """A plan: peer ids, each with the fragments [begin, end) that the peer should hold."""
@@ -39,7 +39,7 @@ class TrainingPeer:
     held: range
     memory_bytes: int
     tokens_per_s: float  # speed at which the peer would train the whole model
-    rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
+    rate: float = 0.0  # bytes/s of the uplink; downlinks are seldom slower; 0 if not measured
     originates: bool = True
     lr_step: int = 1  # step of the learning-rate schedule; 0: its weights have not taken a step anywhere
     costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device
@@ -57,7 +57,7 @@ class PlanTask:
 
     needs: MemoryNeeds
     members: tuple[tuple[PeerId, TrainingPeer], ...]  # sorted by peer id
-    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
+    links: TokenLinks
     holders: int  # each fragment should keep at least this many holders
 
     def digest(self) -> bytes:
@@ -167,11 +167,12 @@ def work_of(task: PlanTask) -> FragmentCosts:
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
-        hidden_bytes=task.hidden_bytes,
+        hidden_bytes=task.links.hidden_bytes,
         holders=min(task.holders, max(1, min(held))),  # demand no more holders than the scarcest fragment has
         rate_N=rates,
         site_N=np.full(len(rates), -1),
         site_rate_Z=np.zeros(0),
+        link_share=task.links.link_share,
         needs=needs,
         tokens_per_s=float(speeds.sum()),
     )

@@ -3,16 +3,18 @@
     IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
-other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan needs
-no leases for the layers in `gaps`, since two single holders could not exchange layers otherwise. With its leases, the
+other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. With its leases, the
 peer takes no new stage executions and waits until the running ones have finished. Then the training thread changes the
 layers between two optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The
 state of given-up layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
 
 A **replica lease** is a holder's promise to keep a fragment for LEASE_S, or until the lease is given back. A move needs
-leases because a record in the DHT may be out of date. A cold copy (cold_copies.py) of a layer with one holder counts as
-a lease in a move by a plan. If two peers want to give up the same layer, the peer with the lower id yields: it abandons
-its move and grants the lease.
+leases because a record in the DHT may be out of date. If two peers want to give up the same layer, the peer with the
+lower id yields: it abandons its move and grants the lease.
+
+In a move by a plan, a peer waits up to LEASE_WAIT_S for the peers to which the plan gives its layers (takers). Most
+grant a lease as soon as they hold the layer. If two single holders exchange layers, each would wait for the other. So a
+taker that has fetched the layer, and waits for leases itself, grants a lease, too. It moves once the other peer has.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -39,6 +41,7 @@ MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed 
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
 DRAIN_MOST_S = 30.0  # a move fails if running micro-batches do not finish within this time
+LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases; then it drains before the first ones expire
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
 MOST_LEASES = 64  # a peer grants at most this many leases of a fragment at a time; fewer moves overlap in practice
@@ -90,6 +93,9 @@ class SpanView(Protocol):
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
         """Return the other peers that train and hold a fragment."""
+
+    def takers(self, fragment: int) -> Sequence[PeerId]:
+        """Return the other peers that train and should hold a fragment by the adopted plan."""
 
     def part_holders(self, fragment: int) -> Sequence[PeerId]:
         """Return the other peers that train and hold a fragment, but not the whole model."""
@@ -172,9 +178,12 @@ class LeaseRequests:
     granted: dict[int, list[PeerId]] = field(default_factory=dict)  # fragment -> peers that have granted a lease
 
     def begin(self, fragments: Iterable[int]) -> None:
-        """Begin a new round of requests for these fragments, and forget the leases of earlier rounds."""
-        self.number += 1
+        """Forget the leases of earlier moves; leases for these fragments are needed now."""
         self.granted = {index: [] for index in fragments}
+
+    def asked(self, count: int) -> None:
+        """Begin a new round of `count` requests; answers to earlier rounds do not count."""
+        self.number, self.unanswered = self.number + 1, count
 
     def answered(self, fragment: int, granted_by: PeerId | None) -> None:
         """Count an answer; `granted_by` is the peer that granted the lease, None if it was refused or failed."""
@@ -197,13 +206,13 @@ class SpanMove:
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
     why: str = ""  # cause of the last move: "lost" or "relief" (recover.py), or "plan" (plans.py)
-    gaps: frozenset[int] = frozenset()  # fragments that the move under way may leave without a holder
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
     requests: LeaseRequests = field(default_factory=LeaseRequests)
     rest_until: Seconds = 0.0
     _began_at: Seconds = 0.0
+    _lease_until: Seconds = 0.0
     _drain_until: Seconds = 0.0
 
     def __post_init__(self) -> None:
@@ -217,7 +226,7 @@ class SpanMove:
 
     @property
     def needed(self) -> int:
-        """Return how many other holders each given-up layer must keep, unless it is in `gaps`."""
+        """Return how many other holders each given-up layer must keep."""
         return 1 if self.why in ("lost", "plan") else self.replicas
 
     @property
@@ -225,14 +234,7 @@ class SpanMove:
         """Return the fragments that this peer gives up by the move under way; [] without a move."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    def begin(
-        self,
-        target: range,
-        why: str,
-        now: Seconds,
-        may_initialise: bool = False,
-        gaps: frozenset[int] = frozenset(),
-    ) -> list[MoveEffect]:
+    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
         """Begin a move; do nothing if a move is under way or this peer holds the target already.
 
         Args:
@@ -241,18 +243,17 @@ class SpanMove:
             now: Unix time in seconds.
             may_initialise: Whether fragments that no peer holds or retains may start from initial weights. Otherwise
                 a move to such fragments fails.
-            gaps: Given-up fragments that may be left without a holder.
         """
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
         self._enter(MovePhase.FETCHING)
-        self.target, self.why, self._began_at, self.gaps = target, why, now, gaps
+        self.target, self.why, self._began_at = target, why, now
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self._kept]
+        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost]
         if any(bound):
             return self._fail(Reason.PROMISED, now)
-        if any(len(self._keepers(index)) < self.needed for index in self._kept):
+        if any(len(self._keepers(index)) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
@@ -278,7 +279,7 @@ class SpanMove:
             case Answered(tag=LeaseTag() as tag) | AskFailed(tag=LeaseTag() as tag) if self._awaits(tag):
                 granted = isinstance(event, Answered) and isinstance(event.envelope.message, Done)
                 self.requests.answered(tag.fragment, event.peer if granted else None)
-                return [] if self.requests.unanswered else self._drain(now)
+                return [] if self.requests.unanswered else self._leases_heard(now)
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index, over=True))):
                 self.granted.end(index, sender, now)
                 return [_reply(request, Done())]
@@ -311,9 +312,14 @@ class SpanMove:
             return self._fail(Reason.LEGS, now)
         if self.phase is MovePhase.DRAINING and self._lessors_are_gone():
             return self._fail(Reason.NEEDED, now)  # keep the old layers: too few other peers hold them now
+        if self.phase is MovePhase.LEASING and not self.requests.unanswered:
+            return self._request_leases(now)
         if self.phase is not MovePhase.FETCHING:
             return []
         if self.fetch.complete:
+            self._enter(MovePhase.LEASING)
+            self.requests.begin(self.lost)
+            self._lease_until = now + LEASE_WAIT_S
             return self._request_leases(now)
         if now > self.fetch.last_piece_at + FETCH_STALLED_S:
             return self._fail(Reason.DONORS, now)
@@ -323,42 +329,52 @@ class SpanMove:
         return [*self.fetch.ask()]
 
     def _request_leases(self, now: Seconds) -> list[MoveEffect]:
-        self._enter(MovePhase.LEASING)
-        self.requests.begin(self.lost)
-        asks: list[MoveEffect] = []
-        for index in self._kept:
-            holders = list(self._keepers(index))
-            tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
-            asked = self.chance.sample(holders, min(SPARE_REQUESTS + self.needed, len(holders)))
-            asks += [Ask(tag, peer, question, LEASE_REQUEST_S) for peer in asked]
-        self.requests.unanswered = len(asks)
-        return asks or self._drain(now)
+        asked: list[tuple[int, PeerId]] = []
+        for index in self._unleased:
+            others = [peer for peer in self._keepers(index) if peer not in self.requests.granted[index]]
+            count = min(SPARE_REQUESTS + self.needed, len(others))
+            asked += [(index, peer) for peer in self.chance.sample(others, count)]
+        self.requests.asked(len(asked))
+        if not asked:
+            return self._leases_heard(now)
+        number, run = self.requests.number, self.run
+        return [
+            Ask(LeaseTag(index, number), peer, Envelope(LeaseRequest(run, index)), LEASE_REQUEST_S)
+            for index, peer in asked
+        ]
 
     def _awaits(self, tag: LeaseTag) -> bool:
         return self.phase is MovePhase.LEASING and tag.number == self.requests.number
 
-    def _drain(self, now: Seconds) -> list[MoveEffect]:
-        """Begin to drain if enough leases were granted; otherwise fail the move."""
-        if any(len(self.requests.granted[index]) < self.needed for index in self._kept):
-            return self._fail(Reason.NEEDED, now)
+    def _leases_heard(self, now: Seconds) -> list[MoveEffect]:
+        """Begin to drain if enough leases were granted; otherwise fail the move, or let a move by a plan wait."""
+        if self._unleased:
+            waits = self.why == "plan" and now < self._lease_until
+            return [] if waits else self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
         self._drain_until = now + DRAIN_MOST_S
         self.wake_at = now + MOVE_RETRY_S
         return []
 
     @property
-    def _kept(self) -> list[int]:
-        """Return the given-up fragments that other holders must keep."""
-        return [index for index in self.lost if index not in self.gaps]
+    def _unleased(self) -> list[int]:
+        """Return the given-up fragments for which too few leases are granted."""
+        return [index for index in self.lost if len(self.requests.granted[index]) < self.needed]
 
     def _keepers(self, index: int) -> Sequence[PeerId]:
-        """Return the other holders whose leases count; in a "relief" move, peers with the whole model do not count."""
-        return self.view.part_holders(index) if self.why == "relief" else self.view.holders(index)
+        """Return the other peers whose leases count: holders and, in a move by a plan, takers.
+
+        In a "relief" move, peers with the whole model do not count.
+        """
+        if self.why == "relief":
+            return self.view.part_holders(index)
+        takers = self.view.takers(index) if self.why == "plan" else ()
+        return sorted({*self.view.holders(index), *takers})
 
     def _lessors_are_gone(self) -> bool:
         """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""
-        held = {index: set(self._keepers(index)) for index in self._kept}
-        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self._kept)
+        held = {index: set(self._keepers(index)) for index in self.lost}
+        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
 
     def _fail(self, reason: str, now: Seconds) -> list[MoveEffect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
@@ -390,7 +406,7 @@ class SpanMove:
         If both peers are giving up the fragment, the peer with the lower id yields. If that is this peer, its move
         fails and it grants the lease; otherwise it refuses the lease.
         """
-        if index not in self.held:
+        if index not in self.held and not self._takes(index):
             return [_reply(request, Refused(Reason.FRAGMENT))]
         if sender not in self.view.holders(index):
             return [_reply(request, Refused(Reason.SPAN))]
@@ -401,6 +417,10 @@ class SpanMove:
             return [_reply(request, Refused(Reason.BUSY))]
         effects = self._fail(Reason.YIELDED, now) if gives_it_up else []
         return [*effects, _reply(request, Done())]
+
+    def _takes(self, index: int) -> bool:
+        """Return whether this peer has fetched a fragment of its new span, and waits for leases."""
+        return index in self.target and self.phase is MovePhase.LEASING
 
     def _new_fetch(self) -> Fetch:
         return Fetch(self.run, MoveTag, self.chance, self)

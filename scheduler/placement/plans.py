@@ -60,6 +60,7 @@ from decentral.scheduler.placement.evaluate import (
     TrainingPeer,
 )
 from decentral.scheduler.placement.search_schedule import SearchSchedule
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 MOST_PLANNED_SPANS = 4096
 SENIOR_S = HORIZON_S  # all proposers that have been in the roster for at least this long have equal rank
@@ -73,7 +74,6 @@ JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most th
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-GAP_AFTER_S = 8.0  # if a plan is not carried out for this long, it may leave layers without a holder and without a copy
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -174,7 +174,7 @@ class SwarmPlans:
     run: RunId
     own: Signer
     needs: MemoryNeeds
-    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
+    links: TokenLinks
     holders: int  # a fragment may be given up only if this many other peers hold it
     seed: int
     chance: Random
@@ -190,7 +190,6 @@ class SwarmPlans:
     _pause_s: Seconds = JUDGE_AGAIN_S
     _evaluation: Evaluation | None = None
     _number: int = 0
-    _adopted_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
         """Create `self.search`, the schedule of searches."""
@@ -277,21 +276,10 @@ class SwarmPlans:
         spans = self.adopted.spans if self.adopted is not None else ()
         return [range(begin, end) for peer, begin, end in spans if peer in swarm]
 
-    def gaps(
-        self, held: range, swarm: Collection[PeerId], now: Seconds, copied: Collection[int] = ()
-    ) -> frozenset[int]:
-        """Return the fragments that our move by the adopted plan may leave without a holder for a while.
-
-        The plan must give such a fragment to another peer of `swarm`. In addition, another peer must have a copy of the
-        fragment (`copied`), or some fragment has no holder anyway, or the plan was adopted at least GAP_AFTER_S ago.
-        What we give up stays on our disk, where the next holder fetches it.
-        """
-        span = self.planned_span(held)
-        others = {peer for peer in swarm if peer != self.own.peer}
-        taken = {index for planned in self.planned_spans(others) for index in planned}
-        is_time = not self.all_held or now >= self._adopted_at + GAP_AFTER_S
-        given_up = [index for index in held if index not in span and index in taken]
-        return frozenset(index for index in given_up if is_time or index in copied)
+    def takers(self, fragment: int, swarm: Collection[PeerId]) -> list[PeerId]:
+        """Return the peers of `swarm` that should hold a fragment by the adopted plan; [] without a plan."""
+        spans = self.adopted.spans if self.adopted is not None else ()
+        return [PeerId(peer) for peer, begin, end in spans if begin <= fragment < end and peer in swarm]
 
     def due_move(self, held: range, now: Seconds) -> range | None:
         """Return the fragments that this peer should try to move to now by the adopted plan; None if no try is due.
@@ -311,7 +299,7 @@ class SwarmPlans:
         if searches or (has_new and self.search.at is None):
             self.search.led_by = self.search.evaluated(members)
         self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
-        task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
+        task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 
@@ -336,7 +324,7 @@ class SwarmPlans:
             return []
         if follows:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
-        self.adopted, self._adopted_at, self._move_at = best, now, now + FIRST_MOVE_WAIT_S
+        self.adopted, self._move_at = best, now + FIRST_MOVE_WAIT_S
         self.search.adopted(evaluation.members, now)
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]

@@ -22,7 +22,6 @@ import numpy as np
 
 from decentral.core.compiled import compiled, inner
 from decentral.core.jobs import MOST_UNDER_WAY
-from decentral.scheduler.partners.mixing import LINK_SHARE
 from decentral.scheduler.throughput import link_limits
 from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts
@@ -44,7 +43,7 @@ class Estimates:
         Returns:
             The limit; what links and memories carry, but at most the limit; what each layer's holders supply, (L,).
         """
-        return _estimate(spans_N2, self._room, *self._arrays)
+        return _estimate(spans_N2, self._room, self.costs.link_share, *self._arrays)
 
     def kept(self, peers_P: Ints, spans_P2: Ints) -> Floats:
         """Return the highest tokens/s, (P,), at which peers with these spans can keep their micro-batches in memory."""
@@ -85,14 +84,15 @@ class _Room(NamedTuple):
 
 @compiled
 def _estimate(
-    spans_N2: Ints, room: _Room, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats, gossip_L: Floats,
-    link_NN: Floats,
+    spans_N2: Ints, room: _Room, link_share: float, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats,
+    gossip_L: Floats, link_NN: Floats,
 ) -> tuple[float, float, Floats]:  # fmt: skip
     """Return the three estimates of `Estimates.of`.
 
     Args:
         spans_N2: Each peer's layers [first, last); (0, 0) for a peer without layers.
         room: The peers' memory.
+        link_share: Share of a link that gossip may use.
         before_NL: Seconds per token of all layers before each layer, [N, L + 1].
         share_L: Each layer's share of the work of a token.
         speed_N: tokens/s that each peer computes in all layers together, at most.
@@ -106,7 +106,7 @@ def _estimate(
     for j in range(peers):
         first, last = spans_N2[j, 0], spans_N2[j, 1]
         gossip = gossip_L[last] - gossip_L[first]
-        left_N[j] = rate_N[j] - min(LINK_SHARE * rate_N[j], gossip) if rate_N[j] < np.inf else np.inf
+        left_N[j] = rate_N[j] - min(link_share * rate_N[j], gossip) if rate_N[j] < np.inf else np.inf
         for layer in range(first, last):
             held_LL[layer, first + 1] += speed_N[j]
     for layer in range(layers):

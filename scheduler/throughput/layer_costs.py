@@ -8,14 +8,14 @@ token: a block's activations in 16 bits without the attention matrix, which the 
 (Korthikanti et al., arXiv 2205.05198, equation 2).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self
 
 import numpy as np
 
 from decentral.comm.wire.slow_start import MOST_BYTES
-from decentral.core.config import Config
+from decentral.core.config import Config, GossipConfig
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of, token_seconds
@@ -48,6 +48,7 @@ class LayerCosts:
     rate_N: Floats  # bytes/s of the slower of each peer's uplink and downlink, for all its links; inf: unlimited
     site_N: Ints  # each peer's site, whose peers share a link to all other peers; -1: none
     site_rate_Z: Floats  # bytes/s of the slower direction of each site's shared link; inf: unlimited
+    link_share: float = field(default=GossipConfig().link_share, kw_only=True)  # share of each link that gossip may use
 
     @property
     def peers(self) -> int:
@@ -179,6 +180,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         rate_N=np.minimum(topology.up, topology.down),
         site_N=sites_of(topology),
         site_rate_Z=np.array([min(site.up, site.down) for site in topology.sites]),
+        link_share=config.gossip.link_share,
     )
     _check_memory(found)
     return found

@@ -2,23 +2,86 @@
 
 Activations travel one way and gradients of the same size back, so a link carries as much in both directions, and its
 slower direction counts. A peer pulls the snapshots of its layers once in ROUND_S (layer_costs.py), and another peer
-pulls as much from it, but gossip is slowed down where it would use more than LINK_SHARE of a link. This much is
-subtracted: from a peer's rate for gossip about its own layers, and from the rate of a site or of a link between two
-peers for gossip about the whole model.
+pulls as much from it, but gossip is slowed down where it would use more than its share of a link
+(`gossip.link_share`). This much is subtracted: from a peer's rate for gossip about its own layers, and from the rate of
+a site or of a link between two peers for gossip about the whole model.
 """
+
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
-from decentral.scheduler.partners.mixing import LINK_SHARE
-from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.comm.wire.meter import FAST
+from decentral.core.config import Config
+from decentral.core.fragments import Fragment
+from decentral.core.layer_work import KindCosts, share
+from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 SAME_RATE = 1e-9  # rates that differ by a smaller share count as equal
+UNLIMITED = 1e12  # bytes/s that stand for an uplink above FAST, which probes of a few links cannot measure
+UNMEASURED_LINK = 12.5e6  # assumed bytes/s of an unmeasured link, as in scheduler/topology/topology.py
+# Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
+WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLinks:
+    """What tokens and gossip take of peers' links in a run; running peers plan and route by it."""
+
+    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
+    link_share: float  # share of each link that gossip may use
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return what a run's config says."""
+        return cls(WIRE_BYTES[config.routes.wire] * config.model.d_model, config.gossip.link_share)
+
+    def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
+        """Return how many tokens/s may enter or leave a peer beside its gossip; a token that does both counts twice.
+
+        Args:
+            cuts: All fragments of the model.
+            span: The peer's layers [first, last), about which it gossips.
+            rate: Bytes/s of the peer's uplink; 0 if it was not measured. Its downlink is seldom slower, and cannot be
+                measured while the uplinks of other peers are.
+        """
+        held = sum(cut.parameters for cut in cuts if span[0] <= cut.first and cut.last <= span[1])
+        carried = UNLIMITED if rate > FAST else rate or UNMEASURED_LINK
+        left = beside_gossip(carried, SNAPSHOT_BYTES * held / ROUND_S, self.link_share)
+        return float(left) / self.hidden_bytes
+
+    def supply(
+        self, cuts: tuple[Fragment, ...], span: tuple[int, int], crossings: float, speed: float, costs: KindCosts
+    ) -> float:
+        """Return the speed, at most `speed`, at which a peer's links let it compute all its layers for other peers.
+
+        Both are in tokens/s through the whole model: that many tokens pass the peer's layers in the time in which its
+        device would take them through all layers.
+
+        Args:
+            cuts: All fragments of the model.
+            span: The peer's layers [first, last).
+            crossings: How many tokens/s may enter or leave the peer.
+            speed: The device's speed.
+            costs: The device's costs of each kind of layer.
+        """
+        ends = (span[0] > 0) + (span[1] < cuts[-1].last)
+        return min(speed, crossings / ends * share(cuts, span[0], span[1], costs)) if ends else speed
+
+
+def beside_gossip(rate: Floats | float, gossip: Floats | float, link_share: float) -> Floats:
+    """Return what gossip leaves of links with these rates; it takes `gossip`, but at most `link_share` of a link.
+
+    Rates and gossip are in bytes/s; an infinite rate stays infinite.
+    """
+    return np.asarray(rate - np.minimum(link_share * rate, gossip))
 
 
 def peer_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
     """Return the bytes/s, (N,), that gossip about its layers leaves each peer for all its links; inf: unlimited."""
-    return costs.rate_N - np.minimum(LINK_SHARE * costs.rate_N, holds_NL @ costs.snapshot_L)
+    return beside_gossip(costs.rate_N, holds_NL @ costs.snapshot_L, costs.link_share)
 
 
 def pair_left(costs: LayerCosts, peers_C: Ints) -> Floats:
@@ -27,14 +90,14 @@ def pair_left(costs: LayerCosts, peers_C: Ints) -> Floats:
     The result is inf for a link that is as fast as its ends' own rates allow, since these rates limit it already.
     """
     link_CC, rate_C = costs.link_NN[np.ix_(peers_C, peers_C)], costs.rate_N[peers_C]
-    left_CC = link_CC - np.minimum(LINK_SHARE * link_CC, costs.snapshot_L.sum())
+    left_CC = beside_gossip(link_CC, costs.snapshot_L.sum(), costs.link_share)
     return np.asarray(np.where(link_CC < (1 - SAME_RATE) * np.minimum.outer(rate_C, rate_C), left_CC, np.inf))
 
 
 def site_left(costs: LayerCosts) -> Floats:
     """Return the bytes/s, one for each site, that gossip leaves free on the site's shared link; inf: unlimited."""
     peers_Z = np.bincount(costs.site_N[costs.site_N >= 0], minlength=len(costs.site_rate_Z))
-    return np.asarray(costs.site_rate_Z - np.minimum(LINK_SHARE * costs.site_rate_Z, peers_Z * costs.snapshot_L.sum()))
+    return beside_gossip(costs.site_rate_Z, peers_Z * costs.snapshot_L.sum(), costs.link_share)
 
 
 def download_s(costs: LayerCosts, before_NL: Flags, after_NL: Flags) -> float:

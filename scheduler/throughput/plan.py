@@ -80,9 +80,9 @@ def throughput_plan(
         chosen = without_idle(problem, chosen)
     found = problem.flow(chosen)
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
-    share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
-    moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
-    partners = mixing.partners(topology, held_NL, moved_L, found.bytes_between(costs.hidden_bytes), share)
+    left = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
+    moved_L, tokens_NN = costs.snapshot_L * layer_costs.ROUND_S, found.bytes_between(costs.hidden_bytes)
+    partners = mixing.partners(topology, max_flow.held(costs, chosen), moved_L, tokens_NN, costs.link_share, left)
     baseline = random_throughput(problem, seed, budget.less(progress.seconds()))
     plan = ThroughputPlan(
         solver=solver,

@@ -9,24 +9,28 @@ the model.
     z_iab >= 0                                         tokens/s on that hop
     sum_ia z_iab = sum_jc z_jbc                        at each cut b inside the model
     sum_ab z_iab share_iab <= speed_i                  no span computes more than its peers can
+    sum_ab z_iab ends_ab <= crossings_i                nor enters and leaves its peers more than their links carry
     maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
 
 Peers with the whole model train alone, but on request they execute the last layers for other peers' micro-batches. In
 the programme they have only hops to the model's end. Such a hop costs a whole-model peer less throughput than the peers
 of the earlier hops gain, because those peers would otherwise be idle.
 
-Links are not part of the programme. HOP_COST stands for their delay, and measured times of routes show overloaded
+ends_ab is 1 for each end of the hop inside the model: there, activations come or go one way and gradients the other.
+crossings_i follows from the links of the span's peers and their gossip (`TokenLinks`). HOP_COST stands for the delay of
 links. Another programme (max_flow.py) plans which spans peers should hold.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_matrix, vstack
 
 from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.core.fragments import Fragment
@@ -79,6 +83,7 @@ def solve(
     own: Span,
     whole_alone: bool = False,
     shapes: Mapping[Span, Shape] | None = None,
+    crossings: Mapping[Span, float] | None = None,
 ) -> RoutingWeights:
     """Return the routing weights of a peer with span `own`: which layers to compute, and which peers to send to.
 
@@ -88,6 +93,7 @@ def solve(
         own: This peer's span, fragments [begin, end).
         whole_alone: Whether peers with the whole model train alone.
         shapes: The shares of a token's time by kind of layer, for each span; a missing span has those of the FLOPs.
+        crossings: How many tokens/s may enter or leave the peers of each span together; a missing span has no limit.
 
     Returns:
         The weights. They are empty if no flow reaches the last layer, if there are more than MOST_HOPS hops, or if the
@@ -96,8 +102,12 @@ def solve(
     shares = _shares(cuts, speed, shapes)
     useful = useful_speeds(cuts, speed, shapes) if whole_alone else speed
     most = _most_through(useful, shares)
-    usable = tuple((span, min(one, most), speed[span], shares[span]) for span, one in useful.items())
-    total = sum(one for _, one, _, _ in usable)
+    limits = rounded(crossings or {})
+    usable = tuple(
+        _Usable(span, min(one, most), speed[span], shares[span], limits.get(span, math.inf))
+        for span, one in useful.items()
+    )
+    total = sum(one.speed for one in usable)
     flow = _flow(tuple(cuts), usable, (0, len(cuts)) if whole_alone else None) if total > 0 else None
     if flow is None:
         return RoutingWeights()
@@ -142,57 +152,67 @@ def _most_through(speed: Mapping[Span, float], shares: Mapping[Span, tuple[float
     return min(rates, default=0.0)
 
 
+class _Usable(NamedTuple):
+    """What the peers of one span can do together."""
+
+    span: Span
+    speed: float  # tokens/s through the whole model that they can use
+    published: float  # tokens/s through the whole model
+    shares: tuple[float, ...]  # each fragment's share of a token's time
+    crossings: float  # tokens/s that may enter or leave them; inf: no limit
+
+
 @lru_cache(maxsize=FLOWS_KEPT)
 def _flow(
-    cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float, tuple[float, ...]], ...], whole: Span | None
+    cuts: tuple[Fragment, ...], spans: tuple[_Usable, ...], whole: Span | None
 ) -> tuple[Ends, RoutingWeights] | None:
     """Return `RoutingWeights.ends` of each span, and the weights that are common to all spans.
 
-    Rates are shares of the sum of all usable speeds.
-
-    `speeds` lists (span, usable tokens/s, published tokens/s, each fragment's share of a token's time). `whole` is the
-    span whose peers train alone, if any.
-    The result is None if there is no hop, if there are more than MOST_HOPS hops, or if the solver fails.
+    Rates are shares of the sum of all usable speeds. `whole` is the span whose peers train alone, if any. The result
+    is None if there is no hop, if there are more than MOST_HOPS hops, or if the solver fails.
     """
-    spans = [span for span, _, _, _ in speeds]
-    index, a, b = hops = _hops(spans, whole)
+    index, a, b = hops = _hops([one.span for one in spans], whole)
     if not 0 < len(index) <= MOST_HOPS:
         return None
-    rates = _rates([speed for _, speed, _, _ in speeds], [shares for _, _, _, shares in speeds], hops)
+    rates = _rates(spans, hops)
     if rates is None:
         return None
-    total = sum(speed for _, speed, _, _ in speeds)
+    total = sum(one.speed for one in spans)
     begun = float(sum(rates[a == 0].tolist()))
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     ends: Ends = {}
     nexts: dict[int, dict[tuple[int, int], float]] = {}
     for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
-        (span, speed, published, _), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
+        (span, speed, published, _, _), rate, enters = spans[index[hop]], float(rates[hop]), layers[a[hop]]
         if speed < LEAST_RATE * total:
             continue  # the inexact solver may give a small rate to a span without speed
         ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
         carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
         carried[held] = carried.get(held, 0.0) + rate / published
-    held_spans = frozenset((layers[begin], layers[end]) for begin, end in spans)
+    held_spans = frozenset((layers[one.span[0]], layers[one.span[1]]) for one in spans)
     return ends, RoutingWeights({}, nexts, begun, len(index), held_spans)
 
 
-def _rates(
-    speeds: Sequence[float], shares: Sequence[tuple[float, ...]], hops: tuple[Ints, Ints, Ints]
-) -> Floats | None:
+def _rates(spans: Sequence[_Usable], hops: tuple[Ints, Ints, Ints]) -> Floats | None:
     """Return each hop's tokens/s (z) as a share of the sum of all speeds; None if the solver fails."""
-    before_SF = np.pad(np.cumsum(np.array(shares), axis=1), ((0, 0), (1, 0)))
+    before_SF = np.pad(np.cumsum(np.array([one.shares for one in spans]), axis=1), ((0, 0), (1, 0)))
+    total = sum(one.speed for one in spans)
     index, a, b = hops
     count, inner = len(index), before_SF.shape[1] - 2
     column = np.arange(count)
-    work = coo_matrix((before_SF[index, b] - before_SF[index, a], (index, column)), shape=(len(speeds), count))
+    work = coo_matrix((before_SF[index, b] - before_SF[index, a], (index, column)), shape=(len(spans), count))
     into, out = b <= inner, a > 0
+    limited = np.flatnonzero([one.crossings < math.inf for one in spans])
+    ends = coo_matrix((into.astype(float) + out, (index, column)), shape=(len(spans), count)).tocsr()[limited]
     values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
     rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)).tocsr() if inner else None
-    within = np.array(speeds) / sum(speeds)
+    use = vstack((work.tocsr(), ends))
+    # No span can use more crossings than this, and the solver needs numbers of similar size.
+    crossings = np.minimum([spans[at].crossings / total for at in limited.tolist()], 2 / LEAST_PART)
+    within = np.concatenate((np.array([one.speed for one in spans]) / total, crossings))
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
-    found = linprog(cost, work.tocsr(), within, balance, np.zeros(inner) if inner else None, method="highs")
+    found = linprog(cost, use, within, balance, np.zeros(inner) if inner else None, method="highs")
     if found.status != 0:
         return None
     rates: Floats = np.maximum(0.0, found.x)

@@ -18,7 +18,7 @@ from decentral.comm.rounds import collection, join_requests, members
 from decentral.comm.rounds import round as rounds
 from decentral.comm.wire import messages, meter
 from decentral.peers.joining import donor
-from decentral.peers.membership import address_book, roster
+from decentral.peers.membership import address_book, holders, roster
 from decentral.scheduler.placement import plans
 from tests.fuzz.fuzzed_node import FuzzedNode, Kind
 
@@ -35,7 +35,7 @@ CAPS: tuple[Container, ...] = (
     (roster.Roster, "_dropped", roster.MOST_DROPPED + roster.MAX_PEERS),
     (roster.Roster, "_valid", roster.MOST_DROPPED),
     (roster.SoonerLookups, "_sought", roster.MOST_SOUGHT),
-    (roster.Holders, "_places", roster.MAX_PEERS),
+    (holders.Holders, "_places", roster.MAX_PEERS),
     (address_book.AddressBook, "known", address_book.ADDRESSES_KEPT),
     (commits.HoldLimits, "_waits", commits.ORIGINS_KEPT),
     (commits.HoldLimits, "_rests", commits.ORIGINS_KEPT),

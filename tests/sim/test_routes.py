@@ -190,7 +190,8 @@ def test_a_layer_whose_only_holder_dies_for_good_goes_on_from_a_copy_at_most_one
     assert (move.why, move.outcome) == ("lost", "done")
     assert at < 45.0 + recover.INITIALISE_AFTER_S / 3
     counted = {round(one.at): one.tokens for one in report.samples}
-    assert counted[62] > counted[48] + 64 * 4  # from the move until the next plan's
+    assert counted[62] > counted[48] + 64 * 4
+    assert counted[75] > counted[62] + 64 * 8  # a plan gives the layer up that has been saved, and one peer follows it
 
 
 def test_a_layer_without_a_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,8 @@
     told         the `counted` lines of the journals name exactly the gradients in the sums
     accounted    in a run without faults, a micro-batch counts in all layers or in none, or a journal says which peer
                  dropped its gradients
-    covered      a peer does not give up a layer that no other running peer holds, unless it has moved by a plan that
-                 gives the layer to another peer (move.py: `gaps`), and its disk keeps the layer's state; the layer
-                 then has a holder again soon
+    covered      a peer does not give up a layer that no other running peer holds, unless another peer has fetched the
+                 layer's state for a move under way (move.py); the layer then has a holder again soon
     copied       in a quiet swarm, a layer with one holder has a copy on another peer's disk that is at most one
                  checkpoint interval old, beside the time of a fetch
     bounded      the numbers of stage executions, undelivered commit decisions, stored activations and gradients in sums
@@ -33,6 +32,7 @@ from decentral.core.journal.events import CountedLine, UncountedLine
 from decentral.core.journal.micro_batch_counts import Span, covered, overlap
 from decentral.core.units import Seconds
 from decentral.peers.runtime.clock import CLOCKS_AGREE_S
+from decentral.scheduler.placement.move import MovePhase
 from decentral.scheduler.placement.plans import SwarmPlan
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.evidence import Evidence, slowest_step_s
@@ -47,6 +47,7 @@ CONVERGED_S = 40.0  # all peers must follow one plan this long after the set of 
 ROUTE_STALLED_S = 2 * LONGEST_S  # the audit fails if no peer applies a routed gradient for this time
 COPIED_AFTER_S = 40.0  # rule "copied": the swarm must have been quiet for this long
 COPY_SLACK_S = 10.0  # rule "copied": a copy may take this long, beside the steps for which its export waits
+HAS_FETCHED = (MovePhase.LEASING, MovePhase.DRAINING, MovePhase.SWITCHING)
 COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # once one layer applies a micro-batch, all layers must within this time
 
 
@@ -162,7 +163,7 @@ class RouteAudit:
         there = {member.peer: member.lives for member in living}
         for index, before in self._holders.items():
             still = next((peer for peer, life in before.items() if there.get(peer) == life), None)
-            if still is not None and not holders[index] and not self._exchanges(still, index):
+            if still is not None and not holders[index] and not any(_takes(one, index) for one in living):
                 detail = f"{still} was the last holder of fragment {index}, and gave it up"
                 self.evidence.violated("covered", detail, None)
             if still is not None and not holders[index]:
@@ -197,14 +198,6 @@ class RouteAudit:
                     "copied", f"fragment {index} has one holder, and no copy for {longest:.0f} s", None
                 )
 
-    def _exchanges(self, peer: PeerId, index: int) -> bool:
-        """Return whether a peer's last move could leave gaps, and the peer's disk keeps the fragment's state."""
-        host = self.evidence.swarm.by_peer[peer].host
-        spans = host.node.span_manager if host else None
-        if host is None or spans is None or not isinstance(host.training, SurrogateWorkload):
-            return False
-        return index in spans.span_move.gaps and host.training.disk.read(index) is not None
-
     def _check_bounds(self, member: SimulatedPeer, living: int) -> None:
         host = member.host
         if host is None or host.node.routes is None:
@@ -235,3 +228,9 @@ class RouteAudit:
         if missed:
             detail = f"micro-batch {missed[0]} counts only in layers {self.counted[missed[0]]}"
             self.evidence.violated("accounted", detail, None)
+
+
+def _takes(member: SimulatedPeer, index: int) -> bool:
+    """Return whether a peer has fetched a fragment for a move under way."""
+    spans = member.host.node.span_manager if member.host else None
+    return spans is not None and index in spans.span_move.target and spans.span_move.phase in HAS_FETCHED

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decentral.comm.net.uplink_queue import PROBE_HOLD_S
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
@@ -105,16 +106,26 @@ class SharedLinks:
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
     sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
     _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> transfers now
+    # Sender -> its bandwidth probe, during which its other transfers pause (comm/net/uplink.py).
+    _alone: dict[PeerId, Transfer] = field(default_factory=dict)
 
-    def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
-        """Begin to send `size` bytes from `source` to `target`; `done` is called when the last byte has left."""
+    def start(
+        self, source: PeerId, target: PeerId, size: float, done: Callable[[], None], alone: bool = False
+    ) -> Transfer:
+        """Begin to send `size` bytes from `source` to `target`; `done` is called when the last byte has left.
+
+        If `alone`, the other transfers of `source` pause until this one ends, for PROBE_HOLD_S at most.
+        """
         self._sharing[source, target] += 1
         geography, window = self.geography, self._window(source, target)
         path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
         round_trip_s = geography.round_trip_s(source, target)
         window.use(self.agenda.now, round_trip_s)
-        sender = window.sender(size, path_rate, round_trip_s, self._sharing[source, target])
+        sender = window.sender(size, path_rate, round_trip_s, 1 if alone else self._sharing[source, target])
         transfer = Transfer(source, target, round(size), sender, done, geography.site_links(source, target))
+        if alone:
+            self._alone[source] = transfer
+            self.agenda.after(PROBE_HOLD_S, lambda: self._let_others_go(transfer))
         self._begin_round(transfer)
         return transfer
 
@@ -123,6 +134,7 @@ class SharedLinks:
         if not transfer.end():
             return
         self._pause(transfer)
+        self._let_others_go(transfer)
         connection = transfer.source, transfer.target
         if (window := self.windows.get(connection)) is not None:
             window.leave(transfer.sender, self.agenda.now, self._sharing[connection])
@@ -130,6 +142,12 @@ class SharedLinks:
         if not self._sharing[connection]:
             del self._sharing[connection]
         self.use(transfer.target, transfer.source)  # acknowledgements use the opposite direction
+
+    def _let_others_go(self, transfer: Transfer) -> None:
+        """Resume the transfers that pause for this one, if there are any."""
+        if self._alone.get(transfer.source) is transfer:
+            del self._alone[transfer.source]
+            self._share(transfer)
 
     def use(self, source: PeerId, target: PeerId) -> None:
         """Record that a small message was sent, so that the connection does not count as idle."""
@@ -146,6 +164,8 @@ class SharedLinks:
         if up <= 0 or path <= 0:
             return QUEUE_S
         for transfer in sending:
+            if self._pauses(transfer):
+                continue  # what it had in flight has left the queue by now
             transfer.sender.send(transfer.rate, self.agenda.now)
             waits_s += transfer.sender.queued(transfer.rate) / (min(up, path) if transfer.target == target else up)
         return min(QUEUE_S, waits_s)
@@ -212,13 +232,7 @@ class SharedLinks:
             self._set_rate(transfer)
 
     def _set_rate(self, transfer: Transfer) -> None:
-        geography, sent, received = self.geography, self.sending[transfer.source], self.receiving[transfer.target]
-        rate = min(geography.up(transfer.source) / len(sent), geography.down(transfer.target) / len(received))
-        link = geography.bandwidth(transfer.source, transfer.target)
-        if link < rate * len(sent):  # else the path to the receiver is no bottleneck
-            rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
-        for shared in transfer.site_links:
-            rate = min(rate, shared.rate / len(self.crossing[shared]))
+        rate = 0.0 if self._pauses(transfer) else self._rate(transfer)
         if rate == transfer.rate:
             return
         transfer.set_rate(rate, self.agenda.now)
@@ -226,3 +240,19 @@ class SharedLinks:
         if rate > 0:
             stops_at = transfer.sender.take_share(rate)
             transfer.schedule(self.agenda, stops_at, lambda: self._stopped_sending(transfer))
+
+    def _pauses(self, transfer: Transfer) -> bool:
+        """Return whether a transfer pauses, because a bandwidth probe has its sender's uplink to itself."""
+        return self._alone.get(transfer.source, transfer) is not transfer
+
+    def _rate(self, transfer: Transfer) -> float:
+        """Return the smallest share, in bytes/s, of a transfer that does not pause."""
+        geography, received = self.geography, self.receiving[transfer.target]
+        sent = {transfer: None} if transfer.source in self._alone else self.sending[transfer.source]
+        rate = min(geography.up(transfer.source) / len(sent), geography.down(transfer.target) / len(received))
+        link = geography.bandwidth(transfer.source, transfer.target)
+        if link < rate * len(sent):  # else the path to the receiver is no bottleneck
+            rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
+        for shared in transfer.site_links:
+            rate = min(rate, shared.rate / len(self.crossing[shared]))
+        return rate

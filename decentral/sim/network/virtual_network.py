@@ -104,9 +104,9 @@ class OpenQuestion:
             self.share = shares.begin(self.source.peer)
         return self.share
 
-    def begin_alone(self) -> bool:
-        """Reserve the sender's uplink for this question. If the sender has given up, return False instead of True."""
-        self.alone = self.done is not None
+    def begin_alone(self, now: Seconds) -> bool:
+        """Reserve the sender's uplink for this question, whose time counts from now; False if the sender gave it up."""
+        self.alone, self.began = self.done is not None, now
         return self.alone
 
     def end_share(self) -> None:
@@ -131,7 +131,8 @@ class OpenQuestion:
 
     def begin_transfer(self, links: SharedLinks, source: PeerId, target: PeerId, size: float, done: Action) -> None:
         """Begin a transfer of `size` bytes from `source` to `target`; `done` is called at its end."""
-        self.transfer = links.start(source, target, size, done)
+        alone = self.alone and source == self.source.peer
+        self.transfer = links.start(source, target, size, done, alone)
 
     def landed(self) -> None:
         """Record that the message in flight has arrived."""
@@ -233,7 +234,7 @@ class Network:
 
     def _probe(self, question: OpenQuestion) -> bool:
         """Reserve the sender's uplink and send its upload probe; return False if the sender has given up."""
-        if question.begin_alone():
+        if question.begin_alone(self.agenda.now):
             self._connect(question, CONNECT_RETRY_S)
         return question.alone
 

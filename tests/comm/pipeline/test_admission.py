@@ -1,93 +1,75 @@
-"""How many micro-batches of our own are under way, and for how long each is tried."""
+"""Where memory is full, older micro-batches come before younger ones, wherever they arrive."""
 
-import pytest
-
-from decentral.comm.pipeline.admission import (
-    MOST_ROUTES,
-    MicroBatchWindow,
-    budget_s,
-)
-from decentral.comm.pipeline.next_peer import UNKNOWN_S
-from decentral.comm.wire.messages import MAX_ROUTE_S
+from decentral.comm.pipeline.router import Router
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import ForwardRequest, Load, Offer, Refused
+from decentral.comm.wire.transport import Asked, Effect, Reply
+from decentral.core import jobs
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
+from tests.comm.pipeline.route_world import RUN, TOKENS, World, layout
 
-A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
-
-
-def pipeline(window: MicroBatchWindow, base_s: float, service_s: float, completions: int, most: int = 32) -> float:
-    """Micro-batches through one queue: how busy its device was, as a part of the time."""
-    free, starts, busy = 0.0, [0.0] * window.size, 0.0
-    now = 0.0
-    for _ in range(completions):
-        started = starts.pop(0)
-        free = max(free, started + base_s - service_s) + service_s
-        busy += service_s
-        now = free
-        window.done(now - started, (A,), most)
-        while len(starts) < window.size:
-            starts.append(now)
-    return busy / now
+CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(4))
+M = PeerId("M")
 
 
-@pytest.mark.parametrize("base_s", [0.2, 1.0])
-def test_the_window_keeps_a_device_busy_and_its_queue_short(base_s: float) -> None:
-    window = MicroBatchWindow()
-    assert pipeline(window, base_s, 0.1, 600) > 0.9
-    assert window.size <= base_s / 0.1 + 8
+def full(first: int, last: int) -> Router:
+    """A peer with memory for four, which has micro-batches 1 to 4; the last is the youngest. Its thread has 1 and 2."""
+    routes = World(CUTS).add("C", first, last, capacity=4).routes
+    routes.start()
+    for number in range(1, 5):
+        assert not refused(ask(routes, number, drawn=10.0 + number))
+    return routes
 
 
-def test_the_window_never_exceeds_what_the_memory_takes() -> None:
-    window = MicroBatchWindow()
-    pipeline(window, 5.0, 0.1, 200, most=3)
-    assert window.size == 3
+def ask(routes: Router, number: int, drawn: float) -> list[Effect]:
+    first = routes.stage.first
+    request = ForwardRequest(RUN, "S", number, first, 1, 60.0, 60.0, layout(first, 1), drawn=drawn)
+    return routes.handle(Asked(number, M, Envelope(request, bytes(20))), 1.0)
 
 
-def test_where_hardly_a_route_comes_twice_a_new_one_is_measured_by_the_others() -> None:
-    window = MicroBatchWindow()
-    for number in range(MOST_ROUTES):
-        window.done(1.0, (PeerId(f"P{number}"),), 100)
-    size = window.size
-    for number in range(20 * size):
-        window.done(3.0, (PeerId(f"Q{number}"),), 100)
-    assert window.size < size  # two thirds of the time are waiting, though no route was seen before
+def refused(effects: list[Effect]) -> list[tuple[int, str]]:
+    messages = [(one.request, one.envelope.message) for one in effects if isinstance(one, Reply)]
+    return [(request, message.reason) for request, message in messages if isinstance(message, Refused)]
 
 
-def test_a_window_doubles_until_something_waits_and_then_grows_no_more() -> None:
-    window = MicroBatchWindow(size=4)
-    for _ in range(4):
-        window.done(1.0, (A, B), 64)
-    assert window.size == 8
-    for _ in range(40):
-        window.done(3.0, (A, B), 64)
-    assert not window.starting
-    assert window.size <= 12
+def numbers(routes: Router) -> set[int]:
+    return {execution.id.number for execution in routes.executions.values()}
 
 
-def test_the_more_devices_are_on_the_way_the_more_may_wait() -> None:
-    sizes = []
-    for route in ((A,), (A, B, C, PeerId("D"), PeerId("E"))):
-        window = MicroBatchWindow()
-        window.done(1.0, route, 64)
-        for _ in range(400):
-            window.done(1.0 + window.size / 8, route, 64)  # each that waits costs an eighth of a second
-        sizes.append(window.size)
-    assert sizes[0] < sizes[1]
+def test_an_older_micro_batch_takes_the_place_of_the_youngest_that_has_not_begun() -> None:
+    routes = full(2, 4)
+    assert refused(ask(routes, 5, drawn=1.0)) == [(4, "busy")]
+    assert numbers(routes) == {1, 2, 3, 5}
 
 
-def test_a_micro_batch_s_time_goes_by_what_others_took_or_by_the_devices_speeds() -> None:
-    assert budget_s(None) == budget_s(1e9) == MAX_ROUTE_S
-    assert budget_s(None, guess_s=0.1) == UNKNOWN_S
-    assert UNKNOWN_S < budget_s(None, guess_s=10.0) < MAX_ROUTE_S
-    assert budget_s(2.0, late=3) == 8 * budget_s(2.0)
+def test_a_younger_micro_batch_is_refused_and_displaces_nobody() -> None:
+    routes = full(2, 4)
+    assert refused(ask(routes, 5, drawn=99.0)) == [(5, "busy")]
+    assert numbers(routes) == {1, 2, 3, 4}
 
 
-def test_each_time_that_micro_batches_run_out_of_time_later_ones_get_twice_as_long() -> None:
-    window = MicroBatchWindow()
-    first_s = window.budget_s(10.0)
-    window.ran_out(started_at=0.0, now=first_s)
-    window.ran_out(started_at=1.0, now=first_s + 1.0)  # it had the same limit
-    assert window.budget_s(10.0) == 2 * first_s
-    window.ran_out(started_at=first_s, now=3 * first_s)
-    assert window.budget_s(10.0) == 4 * first_s
-    window.done(1.0, (A,), 8)
-    assert window.budget_s() == budget_s(1.0)
+def test_a_pass_that_has_begun_is_displaced_by_nobody() -> None:
+    routes = full(2, 4)
+    for number in (5, 6):
+        assert not [one for one in refused(ask(routes, number, drawn=1.0)) if one[0] == number]
+    assert numbers(routes) == {1, 2, 5, 6}
+    assert refused(ask(routes, 7, drawn=2.0)) == [(7, "busy")]
+
+
+def test_a_micro_batch_for_which_no_next_peer_has_memory_makes_way_for_an_older_one() -> None:
+    routes = full(1, 2)  # nobody holds layer 2
+    for token in range(1, 5):
+        routes.handle(jobs.ForwardDone(token, 0, 1, TOKENS, layout(2, 1), bytes(20)), 2.0)
+    assert refused(ask(routes, 5, drawn=1.0)) == [(4, "busy")]
+    assert numbers(routes) == {1, 2, 3, 5}
+
+
+def test_a_full_peer_accepts_offers_of_older_micro_batches_only() -> None:
+    routes, said = full(2, 4), []
+    for drawn in (1.0, 99.0):
+        (reply,) = routes.handle(Asked(9, M, Envelope(Offer(RUN, 2, 1, drawn))), 1.0)
+        assert isinstance(reply, Reply)
+        said.append(type(reply.envelope.message))
+    assert said == [Load, Refused]
+    assert numbers(routes) == {1, 2, 3, 4}

@@ -2,7 +2,15 @@
 
 import pytest
 
-from decentral.comm.wire.meter import DEADLINE_FLOOR_S, DEADLINE_TOP_S, LATENCIES, MOST_LINKS, PACED, Meter
+from decentral.comm.wire.meter import (
+    DEADLINE_FLOOR_S,
+    DEADLINE_TOP_S,
+    LATENCIES,
+    MOST_LINKS,
+    PACED,
+    WARM_UP_BYTES,
+    Meter,
+)
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB
@@ -75,7 +83,7 @@ def test_processing_in_a_latency_does_not_make_an_uplink_fast() -> None:
     """20 Mb/s and 100 ms, where a ping takes 117 ms: 118 to 143 Mb/s were believed."""
     meter = Meter()
     meter.saw(A, 0.117, 0.117, 100, 100)
-    meter.saw(A, 0.117 + transfer_s(MiB, 2.5e6, 0.1), 0.117, MiB, 100)
+    meter.saw(A, 0.117 + transfer_s(MiB, 2.5e6, 0.1, WARM_UP_BYTES), 0.117, MiB, 100)
     assert meter.best_up() == pytest.approx(2.5e6, rel=0.25)
 
 
@@ -133,7 +141,7 @@ def uploaded(*rates: tuple[PeerId, float]) -> Meter:
     meter = Meter()
     for peer, rate in rates:
         meter.saw(peer, 0.1, 0.1, 100, 100)
-        meter.saw(peer, 0.1 + transfer_s(MiB, rate, 0.1), 0.1, MiB, 100)
+        meter.saw(peer, 0.1 + transfer_s(MiB, rate, 0.1, WARM_UP_BYTES), 0.1, MiB, 100)
     return meter
 
 
@@ -144,8 +152,8 @@ def test_we_pace_what_we_send_where_two_peers_tell_of_the_same_thin_uplink() -> 
 def test_an_upload_that_a_latency_measured_too_long_has_excused_is_judged_again_by_a_better_one() -> None:
     meter = Meter()
     meter.saw(A, 0.4, 0.4, 100, 100)  # while others' probes filled the links
-    meter.saw(A, 0.1 + transfer_s(MiB, 0.6e6, 0.1), 0.1, MiB, 100)
-    assert (meter.best_up() or 0.0) > 0.8e6
+    meter.saw(A, 0.1 + transfer_s(MiB, 0.6e6, 0.1, WARM_UP_BYTES), 0.1, MiB, 100)
+    assert (meter.best_up() or 0.0) > 0.7e6
     meter.saw(A, 0.1, 0.1, 100, 100)
     assert meter.best_up() == pytest.approx(0.6e6, rel=0.1)
 

@@ -7,10 +7,12 @@ import pytest
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.layer_work import KindCost, KindCosts, shape_of
+from decentral.peers.membership.holders import NEIGHBOURS, Holders
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import NEIGHBOURS, Holders
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 OWN = PeerId("own")
+LINKS = TokenLinks(1.0, 0.8)
 CUTS = tuple(Fragment(at, at, at + 1, 100) for at in range(4))
 
 
@@ -25,14 +27,14 @@ def published(tokens_per_s: float) -> PeerRecord:
 
 
 def crowd(count: int, own: PeerId = OWN) -> Holders:
-    holders = Holders(own, CUTS)
+    holders = Holders(own, CUTS, LINKS)
     for number in range(count):
         holders.put(PeerId(f"P{number:03d}"), record(0, 2))
     return holders
 
 
 def test_a_holder_is_found_at_each_of_its_layers_and_at_no_other() -> None:
-    holders = Holders(OWN, CUTS)
+    holders = Holders(OWN, CUTS, LINKS)
     holders.put(PeerId("A"), record(1, 3))
     assert [list(holders.near(layer)) for layer in range(4)] == [[], ["A"], ["A"], []]
 
@@ -48,7 +50,7 @@ def test_a_peer_that_moves_stops_training_or_goes_is_found_where_it_is_now() -> 
 
 
 def test_a_span_that_no_model_has_costs_no_more_than_the_model() -> None:
-    holders = Holders(OWN, CUTS)
+    holders = Holders(OWN, CUTS, LINKS)
     holders.put(PeerId("A"), record(0, 1 << 60))
     assert holders.speeds == {(0, 4): 1.0}
     holders.put(PeerId("A"), record(1 << 59, 1 << 60))
@@ -70,8 +72,8 @@ def test_each_peer_has_neighbours_of_its_own_so_that_all_holders_are_somebody_s(
 
 def test_the_shape_of_a_span_is_the_mean_of_its_holders_by_their_speeds() -> None:
     """Half of a token's time is the head's on one peer, and on another, which is three times as fast, none."""
-    cuts = (Fragment(0, 0, 3, 1, (0.0, 1.0, 0.0)), Fragment(1, 3, 4, 1, (0.0, 0.0, 1.0)))
-    holders, block = Holders(OWN, cuts), KindCost(0.5, 0.5, 1, 1)
+    cuts = (Fragment(0, 0, 2, 1, (0.0, 1.0, 0.0)), Fragment(1, 2, 3, 1, (0.0, 0.0, 1.0)))
+    holders, block = Holders(OWN, cuts, LINKS), KindCost(1.0, 1.0, 1, 1)
     for name, speed, head_s in (("A", 10.0, 2.0), ("B", 30.0, 1e-9)):
         costs = KindCosts(None, block, KindCost(head_s / 2, head_s / 2, 1, 1))
         one = published(speed)
@@ -84,7 +86,7 @@ def test_the_shape_of_a_span_is_the_mean_of_its_holders_by_their_speeds() -> Non
 
 
 def test_a_speed_that_is_absurd_and_gone_again_leaves_the_sums_of_the_others_as_they_were() -> None:
-    holders = Holders(OWN, CUTS)
+    holders = Holders(OWN, CUTS, LINKS)
     for name, speed in (("A", 30.25), ("B", 29.5), *((f"liar {number}", 9.9e17) for number in range(40))):
         holders.put(PeerId(name), published(speed))
     for number in range(20):
@@ -96,7 +98,20 @@ def test_a_speed_that_is_absurd_and_gone_again_leaves_the_sums_of_the_others_as_
 
 
 def test_a_peer_that_computes_for_no_other_gets_no_activations() -> None:
-    holders, one = Holders(OWN, CUTS), record(0, 4)
+    holders, one = Holders(OWN, CUTS, LINKS), record(0, 4)
     holders.put(PeerId("A"), record(0, 4))
     holders.put(PeerId("island"), replace(one, profile=replace(one.profile, alone=True)))
     assert list(holders.near(1)) == ["A"]
+
+
+def test_a_holder_counts_with_what_its_links_let_it_compute_for_others() -> None:
+    """10 kB/s and 100 bytes a token: 100 tokens/s enter or leave. Half of the layers takes half of a token's time."""
+    profile = Profile("cpu", 0, 1.0, 1000.0, up=1e4)
+    holders = Holders(OWN, CUTS, TokenLinks(100.0, 0.8))
+    holders.put(PeerId("first"), replace(record(0, 2), profile=profile))
+    holders.put(PeerId("middle"), replace(record(1, 3), profile=profile))
+    holders.put(PeerId("all"), replace(record(0, 4), profile=profile))
+    assert holders.crossings == pytest.approx({(0, 2): 100.0, (1, 3): 100.0, (0, 4): 100.0}, rel=1e-3)
+    assert holders.speeds == pytest.approx({(0, 2): 50.0, (1, 3): 25.0, (0, 4): 1000.0}, rel=1e-3)
+    holders.put(PeerId("first"), replace(record(0, 2), profile=replace(profile, up=5e4)))
+    assert holders.speeds[0, 2] == pytest.approx(250.0, rel=1e-3)

@@ -5,7 +5,7 @@ from random import Random
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong, Probe
-from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.meter import WARM_UP_BYTES, Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Woke
@@ -13,6 +13,7 @@ from decentral.peers.membership.prober import (
     DOWN_PROBE_BYTES,
     LEAST_PROBE_BYTES,
     LONG_PROBE_BYTES,
+    LONG_PROBE_S,
     PROBE_AGAIN_S,
     PROBE_BYTES,
     PROBE_EVERY_S,
@@ -22,6 +23,7 @@ from decentral.peers.membership.prober import (
     Prober,
     ProbeTag,
     UploadTag,
+    WarmUpTag,
 )
 
 A, B = PeerId("A"), PeerId("B")
@@ -47,9 +49,10 @@ def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
     while effects:
         asks.append(only_ask(effects))
         effects = answered(probing, asks[-1])
-    assert [type(ask.envelope.message) for ask in asks] == [Ping, Ping, Probe, Probe]
+    assert [type(ask.envelope.message) for ask in asks] == [Ping, Ping, Probe, Probe, Probe]
     assert asks[2].envelope.message == Probe(DOWN_PROBE_BYTES)
-    assert len(asks[3].envelope.blob) == PROBE_BYTES
+    assert [len(ask.envelope.blob) for ask in asks[3:]] == [WARM_UP_BYTES, PROBE_BYTES]
+    assert [ask.tag.measures_link for ask in asks[3:]] == [False, True]
 
 
 def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
@@ -59,7 +62,7 @@ def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
     while effects:
         asks.append(only_ask(effects))
         effects = answered(probing, asks[-1])
-    assert [ask.tag for ask in asks] == [ProbeTag("ping"), ProbeTag("ping"), UploadTag("up")]
+    assert [ask.tag.what for ask in asks if isinstance(ask.tag, ProbeTag)] == ["ping", "ping", "warm up", "up"]
 
 
 def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() -> None:
@@ -95,6 +98,7 @@ def test_our_uplink_is_measured_again_over_the_two_fastest_links_in_turn() -> No
     for _ in range(3):
         ping = only_ask(probing.handle(Woke(), probing.wake_at or 0.0, everyone))
         assert ping.tag == ProbeTag("ping")
+        assert only_ask(answered(probing, ping)).tag == WarmUpTag("warm up")
         up = only_ask(answered(probing, ping))
         assert (up.to, up.tag) == (ping.to, UploadTag("up again"))
         probing.meter.saw(up.to, 1.5, 0.0, 1 << 20, 10)
@@ -106,19 +110,25 @@ def test_our_uplink_is_measured_again_over_the_two_fastest_links_in_turn() -> No
 def test_a_megabyte_that_is_up_again_as_fast_as_slow_start_allows_is_followed_by_more() -> None:
     probing = prober()
     probing.meter.saw(A, 0.1, 0.1, 10, 10)
-    probing.meter.saw(A, 1.0, 0.1, 10, 1 << 20)
-    probing.handle(Woke(), 10.0, [A])
-    soon = Answered(UploadTag("up again"), A, Envelope(Pong(0)), 0.6, 0.6, PROBE_BYTES, 10)
+    probing.meter.saw(A, 1.1, 0.1, 1 << 20, 10)
+    assert upload_of(probing, probing.handle(Woke(), 10.0, [A])).tag == UploadTag("up again")
+    soon = Answered(UploadTag("up again"), A, Envelope(Pong(0)), 0.3, 0.3, PROBE_BYTES, 10)
     longer = only_ask(probing.handle(soon, 11.0, [A]))
     assert (longer.to, len(longer.envelope.blob)) == (A, LONG_PROBE_BYTES)
     for other in (replace(soon, seconds=1.1), replace(soon, tag=UploadTag("up"))):
         assert not any(ask.tag == UploadTag("long up") for ask in asked_after(probing, other))
 
 
+def test_an_upload_over_a_fast_link_is_repeated_with_more_bytes() -> None:
+    probing = prober()
+    probing.meter.saw(A, LONG_PROBE_S, 0.0, LONG_PROBE_BYTES, 10)
+    assert upload_of(probing, probing.handle(Woke(), 10.0, [A])).tag == UploadTag("long up")
+
+
 def upload_of(probing: Prober, effects: list[Ask]) -> Ask:
-    """The next upload; the questions before it are answered."""
+    """The next upload that is measured; the questions before it are answered."""
     ask = only_ask(effects)
-    while not isinstance(ask.tag, UploadTag):
+    while not (isinstance(ask.tag, UploadTag) and ask.tag.measures_link):
         ask = only_ask(answered(probing, ask))
     return ask
 

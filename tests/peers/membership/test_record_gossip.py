@@ -18,6 +18,7 @@ from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Woke
 from decentral.peers.membership import records
+from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.record_gossip import (
     ASKS,
     MOST_PLANS_BYTES,
@@ -27,8 +28,9 @@ from decentral.peers.membership.record_gossip import (
     RecordsTag,
 )
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import Holders, Roster
+from decentral.peers.membership.roster import Roster
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmSize, SwarmStart
+from decentral.scheduler.throughput.link_limits import TokenLinks
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.comm.wire.invited import founder, member
 
@@ -52,9 +54,8 @@ class Peer:
 
     def __post_init__(self) -> None:
         size = SwarmSize(RUN, self.name, Random(0), SwarmStart(self.members))
-        self.roster = Roster(
-            RUN, VirtualSigner(self.name), SwarmConfig(), self, size, Holders(self.name, (Fragment(0, 0, 6, 100),))
-        )
+        holders = Holders(self.name, (Fragment(0, 0, 6, 100),), TokenLinks(64.0, 0.8))
+        self.roster = Roster(RUN, VirtualSigner(self.name), SwarmConfig(), self, size, holders)
         self.gossip = RecordGossip(RUN, self.roster, self.contacts, Random(self.name))
 
     def compose_record(self, now: float, leaving: bool) -> PeerRecord:

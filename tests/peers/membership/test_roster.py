@@ -21,10 +21,12 @@ from decentral.core.journal.events import ErrorLine, GoodbyeLine, PeerJoinedLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
+from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, Holders, Learn, Roster, RosterEffect, RosterEntry
+from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, Learn, Roster, RosterEffect, RosterEntry
 from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 RUN = RunId("gpt-3fa2c1")
 KEY = f"{RUN}/peers"
@@ -48,7 +50,8 @@ class OwnRecords:
 def roster() -> Roster:
     own = identity("own")
     size = SwarmSize(RUN, own.peer, Random(0))
-    return Roster(RUN, own, SwarmConfig(), OwnRecords(), size, Holders(own.peer, (Fragment(0, 0, 6, 100),)))
+    holders = Holders(own.peer, (Fragment(0, 0, 6, 100),), TokenLinks(64.0, 0.8))
+    return Roster(RUN, own, SwarmConfig(), OwnRecords(), size, holders)
 
 
 @pytest.fixture

@@ -16,12 +16,14 @@ from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import RetainedStates
 from decentral.core.units import MiB
+from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
-from decentral.peers.membership.roster import Holders, Roster, RosterEntry
+from decentral.peers.membership.roster import Roster, RosterEntry
 from decentral.peers.membership.swarm_size import SwarmSize
 from decentral.peers.runtime.peer_selection import ALONE_TIMES, FASTEST_DEVICE, LONGEST_WINDOW_S, NEVER, PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import NodeSetup, PresentSetup
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 RUN = RunId("gpt-3fa2c1")
 FRAGMENTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
@@ -42,7 +44,8 @@ class Swarm:
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         size = SwarmSize(RUN, own.peer, Random(0))
-        roster = Roster(RUN, own, config.swarm, self, size, Holders(own.peer, FRAGMENTS), self.live)
+        holders = Holders(own.peer, FRAGMENTS, TokenLinks.of(config))
+        roster = Roster(RUN, own, config.swarm, self, size, holders, self.live)
         self.meter = Meter()
         progress = TrainingProgress(config.train, config.swarm, None)
         self.asks = PeerSelection(PresentSetup(setup), roster, self.meter, progress, Random(0))

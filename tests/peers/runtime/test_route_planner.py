@@ -85,6 +85,18 @@ def test_a_link_is_thin_where_a_busy_device_would_fill_it(
     assert planner.is_thin() == thin
 
 
+def test_routes_get_no_more_than_our_links_carry(planner: RoutePlanner) -> None:
+    planner.roster.holders.put(PeerId("QmOther"), OTHER)
+    planner.routes.load.speed = 1e4
+    planner.solve(always=True)
+    free = planner.weights.tokens_per_s
+    planner.meter.saw(PeerId("QmOther"), 1.0, 0.0, 1_000_000, 0)
+    planner.solve(always=True)
+    carried = planner.roster.holders.links.crossings_per_s(CUTS, (0, 1), 1_000_000)
+    assert planner.weights.tokens_per_s == pytest.approx(carried, rel=0.01)
+    assert carried < 0.9 * free
+
+
 AT_OTHER = Sent(PeerId("QmOther"), 0.0, 99.0, 99.0)
 
 

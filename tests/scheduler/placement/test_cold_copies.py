@@ -208,18 +208,6 @@ def test_a_silent_holder_fails_the_copy_and_is_asked_again() -> None:
     assert len(swarm.copiers(0)) == 1
 
 
-def test_a_holder_knows_whether_its_fragment_has_a_copy_elsewhere() -> None:
-    swarm = Swarm(PARTS)
-    holder = swarm.copies[PeerId("A")]
-    swarm.pass_time(STEP_S)
-    assert not holder.has_copy(0)
-    swarm.pass_time(8.0)
-    assert holder.has_copy(0)
-    swarm.lose(*swarm.copiers(0))
-    swarm.pass_time(STEP_S)
-    assert not holder.has_copy(0)
-
-
 def test_a_second_holder_ends_a_copy_under_way() -> None:
     swarm = Swarm(PARTS)
     swarm.silent = {PeerId("A")}

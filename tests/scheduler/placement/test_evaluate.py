@@ -22,6 +22,7 @@ from decentral.scheduler.placement.evaluate import (
     work_of,
 )
 from decentral.scheduler.throughput import max_flow
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 CUTS = tuple(Fragment(index, index, index + 1, 10**6) for index in range(4))
 NEEDS = MemoryNeeds(CUTS, (10**7,) * 4, (10**6,) * 4, (10**6,) * 4, (10**6,) * 4)
@@ -33,7 +34,7 @@ HONEST = {
 
 
 def task(stranger: TrainingPeer) -> PlanTask:
-    return PlanTask(NEEDS, tuple(sorted({**HONEST, PeerId("z"): stranger}.items())), 1024.0, 1)
+    return PlanTask(NEEDS, tuple(sorted({**HONEST, PeerId("z"): stranger}.items())), TokenLinks(1024.0, 0.8), 1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,8 @@ def heavy(costs: KindCosts, by_parameters: bool = False) -> PlanTask:
     needs = MemoryNeeds(cuts, (10,) * 8, (0,) * 8, (0,) * 8)
     held = (range(4), range(4), range(4, 8), range(4, 8))
     members = [TrainingPeer(one, 69, HEAVY_SPEED, 1e9, costs=costs) for one in held]
-    return PlanTask(needs, tuple((PeerId(str(number)), one) for number, one in enumerate(members)), 128.0, 1)
+    named = tuple((PeerId(str(number)), one) for number, one in enumerate(members))
+    return PlanTask(needs, named, TokenLinks(128.0, 0.8), 1)
 
 
 def test_a_heavy_head_gets_more_peers_by_measured_times_than_by_parameters_and_the_swarm_is_faster() -> None:
@@ -92,7 +94,7 @@ def test_who_only_donates_is_planned_where_others_begin_nothing() -> None:
     donor = TrainingPeer(range(2), 4 * 10**7, 100.0, 1e9, originates=False)
     trainer = TrainingPeer(range(2, 4), 4 * 10**7, 100.0, 1e9)
     peers = {PeerId("a"): donor, PeerId("b"): trainer, PeerId("c"): trainer, PeerId("d"): trainer}
-    asked = PlanTask(NEEDS, tuple(sorted(peers.items())), 1024.0, 1)
+    asked = PlanTask(NEEDS, tuple(sorted(peers.items())), TokenLinks(1024.0, 0.8), 1)
     found = evaluate_plans(EvaluatePlans(1, asked, (), searches=True, seed=1))
     assert found.stay_tokens < 100
     spans = {peer: range(begin, end) for peer, begin, end in found.found}

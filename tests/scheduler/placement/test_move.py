@@ -1,6 +1,6 @@
 """A peer changes its layers: it fetches, gets replica leases, drains, switches. A move that fails changes nothing."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -19,6 +19,7 @@ from decentral.scheduler.placement.move import (
     DRAIN_MOST_S,
     FETCH_STALLED_S,
     LEASE_S,
+    LEASE_WAIT_S,
     MOVE_RETRY_S,
     Drained,
     HoldSpan,
@@ -47,6 +48,7 @@ class Swarm:
         self.asks: list[tuple[PeerId, Ask]] = []
         self.effects: dict[PeerId, list[MoveEffect]] = {name: [] for name in self.peers}
         self.retained: dict[int, list[PeerId]] = {}
+        self.plan: dict[PeerId, range] = {}
 
     def __getitem__(self, name: str) -> SpanMove:
         return self.peers[PeerId(name)]
@@ -56,8 +58,11 @@ class Swarm:
         self.effects[name] += [effect for effect in effects if not isinstance(effect, Ask)]
         self.spans[name] = self.peers[name].held
 
-    def begin(self, name: str, target: range, may_initialise: bool = False, gaps: Collection[int] = ()) -> None:
-        self.carry(PeerId(name), self[name].begin(target, "test", self.now, may_initialise, frozenset(gaps)))
+    def begin(self, name: str, target: range, may_initialise: bool = False) -> None:
+        self.carry(PeerId(name), self[name].begin(target, "test", self.now, may_initialise))
+
+    def follow_plan(self, name: str) -> None:
+        self.carry(PeerId(name), self[name].begin(self.plan[PeerId(name)], "plan", self.now))
 
     def tell(self, name: str, event: Event | Drained) -> None:
         self.carry(PeerId(name), self[name].handle(event, self.now))
@@ -108,6 +113,10 @@ class Seen:
 
     def holders(self, fragment: int) -> list[PeerId]:
         return [name for name, span in self.swarm.spans.items() if name != self.own and fragment in span]
+
+    def takers(self, fragment: int) -> list[PeerId]:
+        there = (name for name in self.swarm.plan if name != self.own and self.swarm.spans[name])
+        return [name for name in there if fragment in self.swarm.plan[name]]
 
     def part_holders(self, fragment: int) -> list[PeerId]:
         return [name for name in self.holders(fragment) if len(self.swarm.spans[name]) < len(CUTS)]
@@ -377,18 +386,73 @@ def test_one_holder_cannot_keep_another_from_moving_for_ever() -> None:
     assert len(swarm["A"].granted.rests) <= 1
 
 
-def test_with_gaps_a_layer_may_be_left_without_a_holder_and_its_next_holder_fetches_it_from_the_disk() -> None:
+def exchange() -> Swarm:
+    """A plan lets A and B, single holders, exchange their layers; A has fetched its new layers."""
     swarm = Swarm(A=range(0, 2), B=range(2, 4))
-    swarm.begin("A", range(2, 4))
-    assert swarm.said("A") == [("failed", "needed")]
-    swarm.begin("A", range(2, 4), gaps=[0])
-    assert swarm.said("A")[1:] == [("failed", "needed")]
-    swarm.begin("A", range(2, 4), gaps=[0, 1])
+    swarm.plan = {PeerId("A"): range(2, 4), PeerId("B"): range(0, 2)}
+    swarm.follow_plan("A")
+    swarm.deliver_all()
+    return swarm
+
+
+def test_single_holders_exchange_layers_once_both_have_fetched_what_they_get() -> None:
+    swarm = exchange()
+    for _ in range(3):
+        swarm.wake("A", MOVE_RETRY_S)
+        swarm.deliver_all()
+    assert swarm["A"].phase is MovePhase.LEASING
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    assert swarm["B"].drains
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    assert not swarm["A"].drains  # its executions need B's layers
+    swarm.arrive("B")
+    swarm.wake("A", MOVE_RETRY_S)
     swarm.deliver_all()
     swarm.arrive("A")
-    assert swarm["A"].held == range(2, 4)
-    swarm.retained = {0: [PeerId("A")], 1: [PeerId("A")]}
-    swarm.begin("B", range(0, 2), gaps=[2, 3])
+    assert (swarm["A"].held, swarm["B"].held) == (range(2, 4), range(0, 2))
+
+
+def test_without_a_plan_single_holders_exchange_nothing() -> None:
+    swarm = exchange()
+    swarm.begin("B", range(0, 2))
+    assert swarm.said("B") == [("failed", "needed")]
+
+
+def test_a_layer_is_given_up_only_when_the_peer_that_gets_it_holds_it() -> None:
+    """B gets layer 0 of A, and needs nothing of A for that."""
+    swarm = Swarm(A=range(0, 2), B=range(2, 4), C=range(1, 3), D=range(2, 4))
+    swarm.plan = {PeerId("A"): range(1, 3), PeerId("B"): range(0, 2)}
+    swarm.follow_plan("A")
     swarm.deliver_all()
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    assert swarm["B"].drains
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    assert swarm["A"].phase is MovePhase.LEASING
     swarm.arrive("B")
-    assert swarm["B"].held == range(0, 2)
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    swarm.arrive("A")
+    assert (swarm["A"].held, swarm["B"].held) == (range(1, 3), range(0, 2))
+
+
+def test_a_peer_to_which_the_plan_gives_a_layer_and_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    swarm = exchange()
+    swarm.wake("A", LEASE_WAIT_S)
+    swarm.deliver_all()
+    assert swarm.said("A") == [("failed", "needed")]
+    assert swarm["A"].held == range(0, 2)
+    assert LEASE_WAIT_S + DRAIN_MOST_S < LEASE_S
+
+
+def test_a_peer_that_gets_a_layer_and_dies_leaves_the_old_span_serving() -> None:
+    swarm = exchange()
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    swarm.spans[PeerId("A")] = range(0)
+    swarm.tell("B", Drained())
+    assert swarm.said("B") == [("failed", "needed")]
+    assert swarm["B"].held == range(2, 4)

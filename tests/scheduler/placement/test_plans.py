@@ -28,7 +28,6 @@ from decentral.scheduler.placement.evaluate import (
 )
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
-    GAP_AFTER_S,
     PLAN_RETRY_S,
     SwarmPlan,
     SwarmPlans,
@@ -40,12 +39,14 @@ from decentral.scheduler.placement.plans import (
 )
 from decentral.scheduler.placement.search_schedule import PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
 from decentral.scheduler.throughput import max_flow
+from decentral.scheduler.throughput.link_limits import TokenLinks
 from decentral.scheduler.topology.arrays import Ints
 from decentral.sim.virtual_signer import VirtualSigner
 
 RUN = RunId("gpt-3fa2c1")
 CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(4))
 NEEDS = MemoryNeeds(CUTS, (10,) * 4, (0,) * 4, (0,) * 4)
+LINKS = TokenLinks(256.0, 0.8)
 
 
 def swarm(**held: tuple[int, int, float]) -> dict[PeerId, TrainingPeer]:
@@ -72,7 +73,7 @@ IN_ROSTER = InRoster()
 
 
 def task(members: dict[PeerId, TrainingPeer], holders: int = 1) -> PlanTask:
-    return PlanTask(NEEDS, tuple(sorted(members.items())), 256.0, holders)
+    return PlanTask(NEEDS, tuple(sorted(members.items())), LINKS, holders)
 
 
 def test_a_pool_too_small_for_the_wished_holders_is_planned_with_those_that_it_has() -> None:
@@ -87,7 +88,7 @@ class Together:
         self.members, self.now = dict(members), 100.0
         self.records: dict[str, bytes] = {}
         self.plans = {
-            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, 256.0, 1, 0, rng.stream(0, "plans", name), IN_ROSTER)
+            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, LINKS, 1, 0, rng.stream(0, "plans", name), IN_ROSTER)
             for name in members
         }
         self.lines: list[PlanLine] = []
@@ -181,7 +182,7 @@ class Judge:
     """One peer's plans, which finds others' plans and evaluates them with figures that a test gives."""
 
     def __init__(self) -> None:
-        self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
+        self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
 
     def hears(
         self, proposals: dict[str, SwarmPlan], now: float, members: dict[PeerId, TrainingPeer] = EVEN
@@ -369,7 +370,7 @@ def test_a_plan_of_a_time_to_come_is_left_out() -> None:
 
 
 def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
-    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     asked = plans._evaluate(EVEN, searches=True)
     found = evaluate_plans(asked)
     spans: Spans = tuple((peer, one.held.start, one.held.stop) for peer, one in EVEN.items())
@@ -467,7 +468,7 @@ def test_where_no_move_gives_a_layer_a_holder_a_plan_of_several_moves_does() -> 
         PeerId("A"): TrainingPeer(range(0, 2), 30, 100.0, 1e8),
         PeerId("B"): TrainingPeer(range(2, 3), 10, 100.0, 1e8),
     }
-    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
     assert not any(isinstance(one, EvaluatePlans) for at in range(60) for one in plans.review(tight, 100.0 + at))
     effects = [one for at in range(60, 80) for one in plans.review(tight, 100.0 + at, stuck=True)]
     (asked,) = (one for one in effects if isinstance(one, EvaluatePlans))
@@ -475,20 +476,13 @@ def test_where_no_move_gives_a_layer_a_holder_a_plan_of_several_moves_does() -> 
     assert sorted(i for span in plans.planned_spans(tight) for i in span) == [0, 1, 2, 3]
 
 
-def test_a_layer_is_left_without_a_holder_only_for_a_peer_that_the_plan_gives_it_to_and_at_once_if_copied() -> None:
-    pair = swarm(A=(0, 2, 100.0), B=(2, 4, 20.0))
-    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
+def test_takers_of_a_layer_are_those_that_the_plan_gives_it_to_and_that_are_there() -> None:
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
     plans.adopted = SwarmPlan(RUN, 100.0, bytes(16), 1.0, 2, "exchange", (("A", 2, 4), ("B", 0, 2)), (0.0, 0.0))
-    plans.review(pair, 100.0)
-    assert not plans.gaps(range(0, 2), pair, GAP_AFTER_S - 1)
-    assert plans.gaps(range(0, 2), pair, GAP_AFTER_S - 1, copied=[1]) == {1}
-    assert plans.gaps(range(0, 2), pair, GAP_AFTER_S) == {0, 1}
-    assert not plans.gaps(range(0, 2), swarm(A=(0, 2, 100.0)), GAP_AFTER_S, copied=[1])  # B is gone
-    plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)), 101.0)
-    assert plans.gaps(range(0, 2), pair, 1.0)  # fragment 2 has no holder, so nothing trains anyway
-    whole = {PeerId("C"): TrainingPeer(range(0, 4), 40, 10.0)}
-    plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)) | whole, 102.0)
-    assert not plans.gaps(range(0, 2), pair, 2.0)  # a peer with the whole model holds it
+    assert [plans.takers(index, [PeerId("B")]) for index in range(4)] == [["B"], ["B"], [], []]
+    assert plans.takers(0, []) == []
+    plans.drop_adopted()
+    assert plans.takers(0, [PeerId("B")]) == []
 
 
 def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:
@@ -537,7 +531,7 @@ def test_spans_that_are_none_are_not_evaluated(spans: Spans) -> None:
 
 
 def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
-    ours = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
+    ours = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     forger, key = VirtualSigner(PeerId("M")), key_of(RUN)
     values = {
         "B": forger.seal(key, pack(plan()), 2e9),
@@ -553,7 +547,7 @@ def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
 
 
 def test_an_answer_to_an_older_question_says_nothing() -> None:
-    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     plans._evaluate(EVEN, searches=True)
     assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
     assert plans.adopted is None

@@ -3,7 +3,6 @@
 import numpy as np
 from scipy.optimize import linprog
 
-from decentral.scheduler.partners.mixing import LINK_SHARE
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Ints
 
@@ -38,7 +37,7 @@ def plain_flow(costs: LayerCosts, spans_N2: Ints) -> float:
         for i, j in pairs:
             row[[m[i, j, x] for x in range(layers)]] = costs.hidden_bytes * scale / rate
         at_most.append(row)
-        limits.append(1 - min(LINK_SHARE, gossip / rate))
+        limits.append(1 - min(costs.link_share, gossip / rate))
 
     everyone = range(peers)
     for i in everyone:

@@ -11,6 +11,7 @@ from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.scheduler.placement.evaluate import FragmentCosts, PlanTask, TrainingPeer, work_of
 from decentral.scheduler.throughput.covering import covering
+from decentral.scheduler.throughput.link_limits import TokenLinks
 
 
 def tight(seed: int, peers: int, fragments: int, most: int = 70) -> FragmentCosts:
@@ -21,7 +22,7 @@ def tight(seed: int, peers: int, fragments: int, most: int = 70) -> FragmentCost
     needs = MemoryNeeds(cuts, state, (0,) * fragments, (1,) * fragments)
     held = [TrainingPeer(range(0), chance.randint(15, most), 1.0) for _ in range(peers)]
     members = tuple((PeerId(f"p{number}"), one) for number, one in enumerate(held))
-    return work_of(PlanTask(needs, members, 2.0, holders=1))
+    return work_of(PlanTask(needs, members, TokenLinks(2.0, 0.8), holders=1))
 
 
 def can_be_covered(costs: FragmentCosts) -> bool:

@@ -90,3 +90,25 @@ def test_no_speed_of_a_peer_with_the_whole_model_hides_the_others(claim: float) 
     assert found.rate(2, (2, 4, 50.0)) > found.rate(2, (0, 4, claim)) > 0
     before, now = (useful_speeds(CUTS, {(0, 2): 60.0, (2, 4): tail, (0, 4): claim}) for tail in (50.0, 5.0))
     assert changed(before, now)
+
+
+def test_a_span_carries_no_more_than_its_links_let_in_and_out() -> None:
+    two = {(0, 2): 100.0, (2, 4): 100.0}
+    assert solve(CUTS, two, (0, 2), crossings={(0, 2): 50.0}).tokens_per_s == pytest.approx(50.0)
+    three = {(0, 1): 100.0, (1, 3): 100.0, (3, 4): 100.0}
+    found = solve(CUTS, three, (0, 1), crossings={(1, 3): 60.0})
+    assert found.tokens_per_s == pytest.approx(30.0), "tokens come to the middle, and leave it"
+
+
+def test_tokens_go_around_a_span_with_a_slow_link() -> None:
+    speeds = {(0, 2): 100.0, (2, 4): 100.0, (1, 4): 100.0}
+    free, thin = (solve(CUTS, speeds, (0, 2), crossings=limits) for limits in (None, {(2, 4): 1.0}))
+    assert free.rate(2, (2, 4, 100.0)) > 0.2 * free.tokens_per_s / 300.0
+    assert thin.rate(2, (2, 4, 100.0)) * 300.0 == pytest.approx(1.0, rel=0.01)
+    assert thin.tokens_per_s > 90.0
+
+
+@pytest.mark.parametrize("claim", [0.0, 1e-300, 1e18])
+def test_no_rate_of_a_link_makes_the_flow_unsolvable(claim: float) -> None:
+    found = solve(CUTS, {(0, 2): 100.0, (2, 4): 100.0}, (0, 2), crossings={(0, 2): claim, (2, 4): 1e9})
+    assert found.tokens_per_s == pytest.approx(min(claim, 200.0))

@@ -331,18 +331,18 @@ def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
 def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
     swarm = subset(topology.load("eight-cities"), range(0, 64, 4))
     holds = np.ones((16, 1), dtype=bool)
-    found = mixing.partners(swarm, holds, np.array([1e8]), np.zeros((16, 16)), SearchBudget(rounds=4))
+    found = mixing.partners(swarm, holds, np.array([1e8]), np.zeros((16, 16)), 0.8, SearchBudget(rounds=4))
     assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
     np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
     assert (np.diag(found.weight_NN) == 0).all()
 
 
-def test_two_peers_gossip_with_each_other_for_their_share_of_the_time() -> None:
+def test_two_peers_gossip_with_each_other_all_the_time() -> None:
     seconds = np.array([[np.inf, 2.0], [2.0, np.inf]])
     slow = np.array([[0.0, 0.01], [0.01, 0.0]])
     rate = mixing.fastest(seconds, [np.array([0, 1])], slow, SearchBudget(rounds=3))
-    assert rate[0, 1] == pytest.approx(mixing.LINK_SHARE / 2.0)
-    assert mixing.slowest(rate, [np.array([0, 1])]) == pytest.approx(mixing.LINK_SHARE)
+    assert rate[0, 1] == pytest.approx(1 / 2.0)
+    assert mixing.slowest(rate, [np.array([0, 1])]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("search", [mixing.ascended, mixing.fastest])
@@ -356,7 +356,7 @@ def test_rates_fill_nobodys_links_and_mix_faster_than_where_they_began(search: C
     assert mixing.slowest(rate, everyone) > 1.05 * mixing.slowest(start, everyone)
     np.testing.assert_allclose(rate, rate.T)
     busy = (rate * np.where(np.isfinite(seconds), seconds, 0.0)).sum(axis=1)
-    assert (busy <= mixing.LINK_SHARE * (1 + 1e-6)).all()
+    assert (busy <= 1 + 1e-6).all()
 
 
 def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.Monke
     monkeypatch.setattr(mixing, "_slope", slow)
     holds = np.ones((64, 1), dtype=bool)
     budget = SearchBudget(10.0, clock=lambda: float(looks))
-    mixing.partners(topology.load("eight-cities"), holds, np.array([1e8]), np.zeros((64, 64)), budget)
+    mixing.partners(topology.load("eight-cities"), holds, np.array([1e8]), np.zeros((64, 64)), 0.8, budget)
     assert looks <= 11
 
 
