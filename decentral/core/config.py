@@ -41,6 +41,7 @@ from decentral.model.shape import ModelConfig as ModelConfig
 
 MAX_YAML_BYTES = 64 * 1024
 MAX_CONFIG_BYTES = 8 * 1024  # a larger config from another peer is refused; the longest valid config has about 2 KiB
+BESIDE_TOKENS = 0.5  # gossip of a peer with a part of the model may use at most this share of its uplink
 BYTES = 256  # size of the vocabulary if each token is a byte
 MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens; as int64 they take 128 MiB
 OWN_KEYS = {  # section -> keys that name a peer's own files and upload destination; never sent to other peers
@@ -194,6 +195,11 @@ class GossipConfig(Strict):
     fragment_parameters: Large = 65_536
     """Minimum size of a fragment, the part of the model that is exchanged at once: consecutive layers are joined until
     they have this many parameters. Unit: parameters."""
+
+    @property
+    def share_beside_tokens(self) -> float:
+        """Return the share of an uplink that gossip may use on a peer with a part of the model, which sends tokens."""
+        return min(self.link_share, BESIDE_TOKENS)
 
 
 class RoutesConfig(Strict):

@@ -61,7 +61,7 @@ class WindowLengths:
         window_s = self.window_s()
         if self._early or not (pull_s := self._pull_s(fragment, size)):
             return False
-        link = self.dense_stretch.fit(self._served * pull_s / (self.setup.now.config.gossip.link_share * window_s))
+        link = self.dense_stretch.fit(self._served * pull_s / (self._link_share * window_s))
         return link > self._cores_windows(window_s) and link * window_s >= self._common_need_s(window_s)
 
     def window_s(self) -> Seconds:
@@ -130,7 +130,7 @@ class WindowLengths:
         """
         if not size:
             return self.link_stretch.times  # the size is unknown until the first window closes
-        share_s, pull_s = self.setup.now.config.gossip.link_share * window_s, self._pull_s(fragment, size)
+        share_s, pull_s = self._link_share * window_s, self._pull_s(fragment, size)
         self.thin_stretch.fit(self._served * pull_s / share_s)
         return self.link_stretch.fit(self.pulls(self._served) * pull_s / share_s)
 
@@ -140,6 +140,12 @@ class WindowLengths:
         of_this = next((one.parameters for one in self.setup.now.fragments if one.index == fragment), 0)
         whole = size / (of_this or max(held)) * sum(held)  # if we have dropped `fragment`, assume our largest one
         return whole / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
+
+    @property
+    def _link_share(self) -> float:
+        """Return the share of our uplink that gossip may use."""
+        present = self.setup.now
+        return present.config.gossip.link_share if present.whole else present.config.gossip.share_beside_tokens
 
     @property
     def _served(self) -> int:

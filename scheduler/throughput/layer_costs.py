@@ -48,7 +48,9 @@ class LayerCosts:
     rate_N: Floats  # bytes/s of the slower of each peer's uplink and downlink, for all its links; inf: unlimited
     site_N: Ints  # each peer's site, whose peers share a link to all other peers; -1: none
     site_rate_Z: Floats  # bytes/s of the slower direction of each site's shared link; inf: unlimited
-    link_share: float = field(default=GossipConfig().link_share, kw_only=True)  # share of each link that gossip may use
+    link_share: float = field(
+        default=GossipConfig().share_beside_tokens, kw_only=True
+    )  # share of each link that gossip may use
 
     @property
     def peers(self) -> int:
@@ -180,7 +182,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         rate_N=np.minimum(topology.up, topology.down),
         site_N=sites_of(topology),
         site_rate_Z=np.array([min(site.up, site.down) for site in topology.sites]),
-        link_share=config.gossip.link_share,
+        link_share=config.gossip.share_beside_tokens,
     )
     _check_memory(found)
     return found

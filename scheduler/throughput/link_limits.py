@@ -2,9 +2,9 @@
 
 Activations travel one way and gradients of the same size back, so a link carries as much in both directions, and its
 slower direction counts. A peer pulls the snapshots of its layers once in ROUND_S (layer_costs.py), and another peer
-pulls as much from it, but gossip is slowed down where it would use more than its share of a link
-(`gossip.link_share`). This much is subtracted: from a peer's rate for gossip about its own layers, and from the rate of
-a site or of a link between two peers for gossip about the whole model.
+pulls as much from it, but gossip is slowed down where it would use more than `GossipConfig.share_beside_tokens` of a
+link. This much is subtracted: from a peer's rate for gossip about its own layers, and from the rate of a site or of a
+link between two peers for gossip about the whole model.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class TokenLinks:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return what a run's config says."""
-        return cls(WIRE_BYTES[config.routes.wire] * config.model.d_model, config.gossip.link_share)
+        return cls(WIRE_BYTES[config.routes.wire] * config.model.d_model, config.gossip.share_beside_tokens)
 
     def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
         """Return how many tokens/s may enter or leave a peer beside its gossip; a token that does both counts twice.

@@ -39,9 +39,15 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 class Swarm:
     """A peer selection and its roster; `meet` adds a peer that holds layers [first, last)."""
 
-    def __init__(self, own: Identity, algorithm: Literal["pull", "allreduce"] = "pull", partners: int = 2) -> None:
+    def __init__(
+        self,
+        own: Identity,
+        algorithm: Literal["pull", "allreduce"] = "pull",
+        partners: int = 2,
+        held: tuple[Fragment, ...] = FRAGMENTS,
+    ) -> None:
         config = Config(gossip=GossipConfig(algorithm=algorithm, partners=partners, link_share=0.8, core_share=0.02))
-        setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
+        setup = NodeSetup(config, RUN, own, held, [()] * len(held), 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         size = SwarmSize(RUN, own.peer, Random(0))
         holders = Holders(own.peer, FRAGMENTS, TokenLinks.of(config))
@@ -125,6 +131,14 @@ def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     assert bound == "link"
     assert windows > 10
     assert swarm.asks.period_s(1, 10_000) == windows * 0.5
+
+
+def test_gossip_leaves_half_of_the_uplink_to_tokens_where_a_peer_holds_a_part_of_the_model(own: Identity) -> None:
+    """Sending all layers takes 0.35 s of the window's 0.5: less than 0.8 of them, but more than a half."""
+    for held, size, windows in ((FRAGMENTS, 233, 1), (FRAGMENTS[1:], 350, 2)):
+        swarm = grown(Swarm(own, held=held).meet(A))
+        swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)  # 1000 bytes/s
+        assert swarm.asks.lengths.windows(1, size)[0] == windows
 
 
 def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: Identity) -> None:

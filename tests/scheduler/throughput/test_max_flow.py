@@ -75,7 +75,7 @@ def test_gossip_about_a_span_takes_its_part_of_the_uplink_but_its_share_at_most(
     spans = np.array([(0, 2), (2, 4)])
     assert max_flow.maximum(costs, spans).tokens_per_s == pytest.approx(100.0)
     assert max_flow.maximum(replace(costs, snapshot_L=np.full(4, 100.0)), spans).tokens_per_s == pytest.approx(80.0)
-    assert max_flow.maximum(replace(costs, snapshot_L=np.full(4, 1e4)), spans).tokens_per_s == pytest.approx(20.0)
+    assert max_flow.maximum(replace(costs, snapshot_L=np.full(4, 1e4)), spans).tokens_per_s == pytest.approx(50.0)
 
 
 def test_peers_with_the_whole_model_pass_nothing_on() -> None:
