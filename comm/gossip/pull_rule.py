@@ -163,8 +163,8 @@ class PullRule(UpdateRule):
 
     def _keep_unsent(self, vectors: OuterVectors, share: float) -> None:
         """Change a merge so that the live weights keep this share of the training that is not published yet."""
-        assert self.residual is not None, "a closed window has a residual"
         if share:
+            assert self.residual is not None, "a closed window has a residual"
             vectors.correction.sub_(self.residual, alpha=share)
             vectors.baseline.sub_(self.residual, alpha=share)
 

@@ -102,7 +102,8 @@ class ShardedPullRule(PullRule):
         if self.sample is None:
             own = self.shards.host.get(self.index, Slot.RESIDUAL, take=False)
             self.sample = WindowSample.drawn(self.elements, own)
-        with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
+        kept = (Slot.RESIDUAL,) if self.unsent_kept else ()
+        with self._at_hand((Slot.PHI, Slot.BASELINE, *kept), changed=(Slot.PHI, Slot.BASELINE)):
             correction = super().merge(parts, steps)
         self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
         return correction

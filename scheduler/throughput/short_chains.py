@@ -48,7 +48,7 @@ def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, 
             left = [peer for peer in left if peer not in orders[-1]]
         chains = [ways.hops(ways.improved(order)[1]) for order in ways.exchanged([*orders, left])]
         left = sorted(set(group.tolist()) - {peer for hops in chains for peer, _ in hops})
-        for peer, first in itertools.chain(*chains):
+        for peer, first in itertools.chain.from_iterable(chains):
             alone_N2[peer] = beside_N2[peer] = first, ways.reach[peer][first]
         for peer in left:
             if places := [place for hops in chains for place in ways.beside(peer, hops)]:
@@ -174,7 +174,8 @@ class _Ways:
         while not stuck and tries < MOST_TRIES:
             stuck = True
             for number in range(len(self.hops(order)) * len(order)):
-                for changed in _changed(order, *divmod(number, len(order))):
+                to, at = divmod(number, len(order))
+                for changed in _changed(order, to, at):
                     tries += 1
                     if (seconds := self.seconds(changed)) < best_s * (1 - 1e-9):
                         order, best_s, stuck = changed, seconds, False

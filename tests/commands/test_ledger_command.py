@@ -67,7 +67,10 @@ def test_journals_of_two_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("error: expected journals of one run, found other-9999, run-0123")
 
 
-@pytest.mark.parametrize("flags", [[], ["swarm", "--join", "ADDR"]])
+ADDRESS = "/ip4/203.0.113.7/tcp/4001/p2p/QmbWKSU3CqtsYCbWKXMuJ81GeLRTxwYzfxj3UDSqzcK9U6"
+
+
+@pytest.mark.parametrize("flags", [[], ["swarm", "--join", ADDRESS]])
 def test_either_a_folder_or_an_address_is_expected(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert ledger.main(flags) == 2
     assert "expected --join ADDR of a running peer, or folders" in capsys.readouterr().err

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 OVERLAYS = ("base", "private", "cuda")
 LEAVES_IN_S = FAREWELL_S + FINISH_S
+FIRST = "/dns4/decentral-first/tcp/4001/p2p/QmbWKSU3CqtsYCbWKXMuJ81GeLRTxwYzfxj3UDSqzcK9U6"
 
 
 def tool(name: str) -> str:
@@ -53,8 +54,8 @@ def manifests(kubernetes: Path, overlay: str) -> list[dict[str, Any]]:
 
 
 def parsed(container: dict[str, Any]) -> Any:
-    """What the peer makes of a container's arguments."""
-    first, *flags = container["args"]
+    """What the peer makes of a container's arguments, in which Kubernetes replaces $(FIRST)."""
+    first, *flags = (flag.replace("$(FIRST)", FIRST) for flag in container["args"])
     assert first == "peer"
     return peer.parse(flags)
 
@@ -108,7 +109,7 @@ def test_only_the_first_pod_gets_the_first_key_and_the_others_join_it(kubernetes
         "decentral-first"
     ]
     assert "volumes" not in pods["decentral-peers"]
-    assert parsed(pods["decentral-peers"]["containers"][0]).join == ("$(FIRST)",)
+    assert parsed(pods["decentral-peers"]["containers"][0]).join == (FIRST,)
     assert parsed(pods["decentral-first"]["containers"][0]).join == ()
 
 

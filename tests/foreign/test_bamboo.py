@@ -71,7 +71,7 @@ def test_a_trace_of_another_form_is_refused(text: str) -> None:
 def test_less_of_the_time_is_useful_where_newcomers_get_their_state_slowly() -> None:
     text = "0,add,n1\n0,add,n2\n20000,add,n3\n90000,remove,n2\n120000,remove,n3\n"
     fast, slow = (
-        bamboo.played("whole", "short", text, 120, TypicalLink(0.001, rate, rate), 0) for rate in (1.25e9, 6e7)
+        bamboo.played("whole", "short", text, 120, TypicalLink(0.001, rate, rate), 0) for rate in (1.25e9, 4e7)
     )
     assert slow.useful < 0.85 * fast.useful
     assert fast.useful < fast.trained < 1, "what n2 trained after its last snapshot dies with it"

@@ -53,8 +53,8 @@ def test_the_lab_s_links_are_those_of_its_peers_at_its_rates() -> None:
 
 
 def test_a_right_simulator_agrees() -> None:
-    """Two runs of the same swarm differ by chance alone."""
-    assert pair_seconds([Compared(HOMES, pulls(0), pulls(1), 1)]).median_error < GOOD
+    """Two pairs of runs of the same swarm differ by chance alone."""
+    assert pair_seconds([Compared(HOMES, pulls(0) + pulls(1), pulls(2) + pulls(3), 1)]).median_error < GOOD
 
 
 def test_links_that_are_wrong_show_in_the_error() -> None:

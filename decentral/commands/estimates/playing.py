@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 
@@ -42,6 +43,20 @@ class Rates:
     tokens: float  # tokens/s; a token that only some layers trained counts in proportion to their work
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
     windows: tuple[tuple[Seconds, str], ...]  # each peer's last windows of gossip: their length, and what bounds it
+
+    def among(self, names: Sequence[str], played: Sequence[str]) -> Self:
+        """Return the rates of a larger swarm in which only the peers `played` do anything.
+
+        Args:
+            names: All peers of the larger swarm.
+            played: Those of them that were simulated, in the order of this object's arrays.
+        """
+        places = [names.index(name) for name in played]
+        sent_NN, windows = np.zeros((len(names), len(names))), [(0.0, "")] * len(names)
+        sent_NN[np.ix_(places, places)] = self.sent_NN
+        for place, window in zip(places, self.windows, strict=True):
+            windows[place] = window
+        return replace(self, sent_NN=sent_NN, windows=tuple(windows))
 
 
 @dataclass(slots=True)
@@ -129,7 +144,8 @@ def play(
             raise StopRun
 
     run(scenario, sampled, watches=[watch])
-    return watch.rates()
+    rates = watch.rates()
+    return rates if plan is None else rates.among(topology.ids, list(plan.spans))
 
 
 def scenario_of(

@@ -36,7 +36,7 @@ def test_a_lease_that_was_given_back_binds_no_more(fragment: int) -> None:
 def test_answers_to_lease_requests_are_counted() -> None:
     requests = LeaseRequests()
     requests.begin([0, 1])
-    requests.unanswered = 3
+    requests.asked(3)
     requests.answered(0, A)
     requests.answered(0, None)
     assert (requests.number, requests.unanswered, requests.granted) == (1, 1, {0: [A], 1: []})
