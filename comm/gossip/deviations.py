@@ -18,7 +18,7 @@ from decentral.core.latest import keep_latest
 NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance: 0.02 for vectors of 8192 numbers
 PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
 OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
-ALLOWED_COSINE = 0.175  # a partner has full weight up to the chance level plus this, times sqrt(share of numbers sent)
+ALLOWED_COSINE = 0.175  # a partner has full weight up to the chance level + this * sqrt(share of numbers sent)
 TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the median persistence of all partners
 
 
@@ -99,7 +99,7 @@ def allowed_cosine(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest persistence of a partner with full weight, given both pseudo-gradients' samples, fp32 [m].
 
     A window that sends a share s of its numbers shows less of a lasting difference: the direction of what it holds back
-    is missing, and noise takes its place. So the limit is proportional to sqrt(s), for the mean of both windows' s.
+    is missing, and noise takes its place. So the limit above chance falls with sqrt(s); s is the windows' mean.
     """
     share = float(torch.count_nonzero(ours) + torch.count_nonzero(theirs)) / (2 * len(ours))
     return ALLOWED_COSINE * sqrt(share) + chance_of(ours[:COMPARED_NUMBERS])

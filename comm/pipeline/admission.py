@@ -215,7 +215,8 @@ class Admission:
         None if too little memory would be free. Only executions of other peers' younger micro-batches are given up,
         the youngest first: those whose forward pass has not begun here, or that no next peer has taken. The peers
         before send them again later. So the oldest micro-batch finds memory wherever it comes, and a circle of full
-        peers that wait for one another dissolves (wound-wait: Rosenkrantz, Stearns, Lewis 1978).
+        peers that wait for one another dissolves (wound-wait: Rosenkrantz, Stearns, Lewis 1978). An origin peer with
+        half of the memory takes none from other origin peers, since it may lie about the age.
 
         Args:
             first: Layer at which the execution enters.
@@ -225,7 +226,13 @@ class Admission:
         if self.has_memory(first):
             return given_up
         waiting = self.table.jobs.waiting
-        younger = [one for one in self.table.by_id.values() if one.order > order and _waits(one, waiting)]
+        origin = order[1]
+        others = sum(one.id.origin == origin for one in self.table.by_id.values()) < self.stage.capacity / 2
+        younger = [
+            one
+            for one in self.table.by_id.values()
+            if one.order > order and _waits(one, waiting) and (others or one.id.origin == origin)
+        ]
         for one in sorted(younger, key=lambda one: one.order, reverse=True):
             given_up.append(one)
             if self.has_memory(first, given_up):

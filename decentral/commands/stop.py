@@ -65,7 +65,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
-    """Print the peers that are to be stopped, and return whether the user agrees, who is asked on a terminal only.
+    """Print the peers that are to be stopped, and return whether to stop them; ask only on a terminal.
 
     Args:
         peers: The peers.

@@ -107,9 +107,10 @@ class Prober:
                 return self._next()
             case AskFailed(tag=ProbeTag()):
                 if isinstance(event.tag, UploadTag) and event.reason == Reason.DEADLINE:
+                    if self._up_bytes > LEAST_PROBE_BYTES:  # the uplink may have become slower
+                        self._again_s = PROBE_AGAIN_S
+                        self.wake_at = now + PROBE_DEADLINE_S + PROBE_AGAIN_S
                     self._up_bytes = max(LEAST_PROBE_BYTES, self._up_bytes // PROBE_STEP)
-                    self._again_s = PROBE_AGAIN_S  # the uplink may have become slower
-                    self.wake_at = now + PROBE_AGAIN_S
                 self._silent.add(event.peer)
                 return self._choose([peer for peer in peers if peer not in self._silent])
         return []

@@ -56,8 +56,13 @@ class RoutePlanner:
     _check_at: Seconds = 0.0
     _look_at: Seconds = 0.0  # time of the next search for micro-batches that were sent to peers which have since left
     _changes: int = 0
-    _seen: tuple[int, str] = (0, "")  # inputs of the last `solve`; if they have not changed, `solve` does nothing
+    _seen: tuple[int, str, str] = (
+        0,
+        "",
+        "",
+    )  # inputs of the last `solve`; if they have not changed, `solve` does nothing
     _solved: dict[routing.Span, float] = field(default_factory=dict)
+    _crossed: dict[routing.Span, float] = field(default_factory=dict)
     _fragments: dict[tuple[int, int], range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,14 +168,14 @@ class RoutePlanner:
         """Solve the flow for new routing weights, if `always` or if speeds have changed enough since the last time."""
         held = self.setup.now.held
         own = held.start, held.stop
-        seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
+        seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}", f"{self.meter.best_up() or 0.0:.1e}"
         if seen == self._seen and not always:
             return
         (speeds, shapes, crossings), cuts = self._speeds(own), self.routes.stage.cuts
         self._seen, whole_alone = seen, self.rounds is None
         useful = routing.useful_speeds(cuts, speeds, shapes) if whole_alone else speeds
-        if always or routing.changed(self._solved, useful):
-            self._solved = useful
+        if always or routing.changed(self._solved, useful) or routing.changed(self._crossed, crossings):
+            self._solved, self._crossed = useful, crossings
             self.weights = routing.solve(cuts, speeds, own, whole_alone, shapes, crossings)
 
     def _speeds(

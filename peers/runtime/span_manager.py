@@ -84,7 +84,8 @@ class SpanManager:
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
             effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
-        if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING:
+        brought = [index for index in move.target if index not in move.held and not self.holders(index)]
+        if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING and not brought:
             effects += self._carry_out(move.redirect(move.held, now), now)  # lost layers are more urgent
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects

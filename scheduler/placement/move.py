@@ -263,8 +263,8 @@ class SpanMove:
         return self._review(now)
 
     def redirect(self, target: range, now: Seconds) -> list[MoveEffect]:
-        """Abandon the move under way if its target differs from `target`, unless the layers are already changing."""
-        if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target:
+        """Abandon the move under way if it has another target, unless layers are changing or others rely on it."""
+        if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target or self._brings(now):
             return []
         return self._fail(Reason.REPLANNED, now)
 
@@ -349,7 +349,7 @@ class SpanMove:
     def _leases_heard(self, now: Seconds) -> list[MoveEffect]:
         """Begin to drain if enough leases were granted; otherwise fail the move, or let a move by a plan wait."""
         if self._unleased:
-            waits = self.why == "plan" and now < self._lease_until
+            waits = self.why == "plan" and (now < self._lease_until or self._brings(now))
             return [] if waits else self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
         self._drain_until = now + DRAIN_MOST_S
@@ -411,12 +411,17 @@ class SpanMove:
         if sender not in self.view.holders(index):
             return [_reply(request, Refused(Reason.SPAN))]
         gives_it_up = index in self.lost
-        if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender):
+        if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender or self._brings(now)):
             return [_reply(request, Refused(Reason.MOVING))]
         if not self.granted.grant(index, sender, now):
             return [_reply(request, Refused(Reason.BUSY))]
         effects = self._fail(Reason.YIELDED, now) if gives_it_up else []
         return [*effects, _reply(request, Done())]
+
+    def _brings(self, now: Seconds) -> bool:
+        """Return whether a peer may give up layers by a lease of ours that this peer holds only after its move."""
+        new = [self.granted.until.get(index, {}) for index in self.target if index not in self.held]
+        return any(now < until for leases in new for until in leases.values())
 
     def _takes(self, index: int) -> bool:
         """Return whether this peer has fetched a fragment of its new span, and waits for leases."""

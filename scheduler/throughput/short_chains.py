@@ -19,7 +19,7 @@ from decentral.scheduler.throughput.rows import Supplies
 from decentral.scheduler.topology.arrays import Ints
 
 BEGINNINGS = 3  # a search begins from the fastest ways of this many different first peers
-MOST_TRIES = 10_000  # a search from one beginning tries at most this many changes; each takes about 20 us
+MOST_TRIES = 10_000  # after this many changes a search does not look through all changes again; each takes about 20 us
 
 Order = list[int]
 """Peers. Each holds as many layers as fit, after those of the peer before it; peers after the last layer hold none."""
@@ -169,7 +169,7 @@ class _Ways:
         return order + left
 
     def improved(self, order: Order) -> tuple[float, Order]:
-        """Return the seconds of the way that changes reach when none of them gains anything, and its order."""
+        """Return (seconds, order) once no change makes the order faster, or after about MOST_TRIES changes."""
         best_s, tries, stuck = self.seconds(order), 0, False
         while not stuck and tries < MOST_TRIES:
             stuck = True
@@ -188,7 +188,7 @@ def _exchanged(one: Order, other: Order, at: int, to: int) -> tuple[Order, Order
 
 
 def _changed(order: Order, to: int, at: int) -> Iterator[Order]:
-    """Yield three changes of an order: a peer moves from place `at` to `to`, they swap, and the part between turns."""
+    """Yield an order with the peer at `at` moved to `to`; if `to` < `at`, also with the part reversed, and a swap."""
     if at == to:
         return
     rest = order[:at] + order[at + 1 :]

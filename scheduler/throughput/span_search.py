@@ -124,7 +124,10 @@ class FlowProblem:
         """
         divisions = groupings(self)
         short = list[Ints]()
-        if self.flights is not None and not (self.reach_NL[:, 0] == self.costs.layers).any():
+        few = (
+            self.costs.peers <= MOST_AT_ONCE
+        )  # more peers are searched in groups; one group of more would take minutes
+        if few and self.flights is not None and not (self.reach_NL[:, 0] == self.costs.layers).any():
             pipeline, waits = self.flights.single(self.costs), self.flights.micro_batches_waited_for
             for groups in (divisions[0], *divisions[2:]):
                 short += short_chains(self, groups, pipeline, waits)

@@ -92,9 +92,9 @@ async def dialled_back(network: PeerNetwork, seen: Sequence[Seen], announced: Se
     Args:
         network: This machine's network.
         seen: How other peers see this machine; only these peers are asked.
-        announced: Addresses of --announce. The peers dial these addresses and the machine's own.
+        announced: Addresses of --announce, which the peers dial; if there are none, they dial the machine's own.
     """
-    own = [*announced, *await network.addresses()]
+    own = announced or await network.addresses()
 
     async def one(peer: PeerId) -> DialBack | None:
         try:

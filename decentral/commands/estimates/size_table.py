@@ -40,10 +40,10 @@ def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[Js
         row: JsonObject = {"model": size, "parameters": sum(swarm.run.model.layer_parameters)}
         try:
             found = outlook(swarm.run, swarm.topology, swarm.each, min(seconds, SEARCH_S))
-        except UserError:
+        except UserError as error:
             needs, has = min(one.whole_bytes for one in swarm.each), sum(one.memory_bytes for one in swarm.each)
             limit = f"memory: it needs {readable_bytes(needs)}, and all peers have {readable_bytes(has)}"
-            return [*rows, row | {"holds": DOES_NOT_FIT, "limit": limit}]
+            return [*rows, row | {"holds": DOES_NOT_FIT, "limit": limit if needs > has else str(error)}]
         limit = re.split("[:;]", found.limit)[0]
         speed = found.tokens_per_s.to_json()
         rows.append(row | {"holds": held(swarm.run, found.spans), "tokens_per_s": speed, "limit": limit})

@@ -14,6 +14,7 @@ from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import MOST_READ, RARER, WHOLE_EVERY
 from decentral.comm.gossip.gossip_cost import IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
+from decentral.comm.wire.meter import WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
@@ -277,7 +278,8 @@ def within_links(topology: Topology, sent_NN: Floats) -> Floats:
 
 def _probes(up_N: Floats) -> Floats:
     """Return the bytes/s of probes between each two peers; `up_N` are the rates of their uplinks in bytes/s."""
-    sent_N = np.where(up_N * LONG_PROBE_S >= LONG_PROBE_BYTES, LONG_PROBE_BYTES, PROBE_BYTES) / PROBE_EVERY_S
+    sent_N = np.where(up_N * LONG_PROBE_S >= LONG_PROBE_BYTES, LONG_PROBE_BYTES, PROBE_BYTES)
+    sent_N = (sent_N + WARM_UP_BYTES) / PROBE_EVERY_S
     found = np.repeat(sent_N[:, None] / max(1, len(up_N) - 1), len(up_N), axis=1)
     np.fill_diagonal(found, 0.0)
     return found

@@ -22,9 +22,9 @@ def full(first: int, last: int) -> Router:
     return routes
 
 
-def ask(routes: Router, number: int, drawn: float) -> list[Effect]:
+def ask(routes: Router, number: int, drawn: float, origin: str = "S") -> list[Effect]:
     first = routes.stage.first
-    request = ForwardRequest(RUN, "S", number, first, 1, 60.0, 60.0, layout(first, 1), drawn=drawn)
+    request = ForwardRequest(RUN, origin, number, first, 1, 60.0, 60.0, layout(first, 1), drawn=drawn)
     return routes.handle(Asked(number, M, Envelope(request, bytes(20))), 1.0)
 
 
@@ -41,6 +41,17 @@ def test_an_older_micro_batch_takes_the_place_of_the_youngest_that_has_not_begun
     routes = full(2, 4)
     assert refused(ask(routes, 5, drawn=1.0)) == [(4, "busy")]
     assert numbers(routes) == {1, 2, 3, 5}
+
+
+def test_an_origin_peer_with_half_of_the_memory_takes_none_from_another() -> None:
+    """Its micro-batches claim to be the oldest of all."""
+    routes = World(CUTS).add("C", 2, 4, capacity=8).routes
+    routes.start()
+    for number in range(1, 9):
+        ask(routes, number, drawn=10.0 + number)
+    for number in range(11, 19):
+        ask(routes, number, drawn=0.0, origin="L")
+    assert len([number for number in numbers(routes) if number > 10]) == 4
 
 
 def test_a_younger_micro_batch_is_refused_and_displaces_nobody() -> None:

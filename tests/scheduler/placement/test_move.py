@@ -414,6 +414,20 @@ def test_single_holders_exchange_layers_once_both_have_fetched_what_they_get() -
     assert (swarm["A"].held, swarm["B"].held) == (range(2, 4), range(0, 2))
 
 
+def test_a_peer_whose_promise_lets_another_give_up_layers_goes_on_with_its_move() -> None:
+    """A new plan, or leases that A does not get, would leave B's layers without a holder."""
+    swarm = exchange()
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    assert swarm["B"].drains
+    assert swarm["A"].redirect(range(2), swarm.now) == []
+    swarm.wake("A", LEASE_WAIT_S)
+    swarm.deliver_all()
+    assert swarm["A"].phase is MovePhase.LEASING
+
+
 def test_without_a_plan_single_holders_exchange_nothing() -> None:
     swarm = exchange()
     swarm.begin("B", range(0, 2))
