@@ -1,4 +1,4 @@
-"""Order peers into chains in which a micro-batch is on its way for the shortest time. Start at `short_chains`.
+"""Order peers into chains through which a micro-batch passes fastest. Start at `short_chains`.
 
 Where each peer holds a small part of the model, a route has many hops. Its throughput then depends less on the devices'
 speeds than on the time for which a micro-batch is on its way (in_flight.py), and so on the order of the peers. A chain
@@ -9,7 +9,7 @@ faster.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
@@ -25,21 +25,28 @@ Order = list[int]
 """Peers. Each holds as many layers as fit, after those of the peer before it; peers after the last layer hold none."""
 
 
-def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, accumulate: int | None) -> list[Ints]:
-    """Return spans_N2 in which each group of peers forms as many chains as it can, in two forms.
+def short_chains(
+    problem: Supplies, divisions: Iterable[Sequence[Ints]], pipeline: Pipeline, accumulate: int | None
+) -> list[Ints]:
+    """Return spans_N2 in which each group of peers forms as many chains as it can, in two forms for each division.
 
     A group's chains exchange peers with each other, and with the peers that are left over, while that raises the sum of
     their throughputs. In the first form, peers that are left over hold no layers. In the second form, each of them
-    holds the layers of the peer in a chain of its group whose place it can take with the smallest detour.
+    holds the layers of the chain member of its group that it can replace with the smallest detour.
 
     Args:
         problem: The whole swarm.
-        groups: The indices of each group's peers.
+        divisions: Ways to divide the peers into groups; each lists the indices of each group's peers.
         pipeline: The costs of a micro-batch of one sequence.
         accumulate: The smallest number of micro-batches in a step with exact gradients; None: steps wait for none.
     """
     ways = _Ways(problem, pipeline, accumulate)
-    alone_N2 = np.zeros((problem.costs.peers, 2), np.int64)
+    return [spans_N2 for groups in divisions for spans_N2 in _spans_of(groups, ways, problem.costs.peers)]
+
+
+def _spans_of(groups: Sequence[Ints], ways: "_Ways", peers: int) -> tuple[Ints, Ints]:
+    """Return both forms of `short_chains` for one division of this many peers."""
+    alone_N2 = np.zeros((peers, 2), np.int64)
     beside_N2 = alone_N2.copy()
     for group in groups:
         left, orders = group.tolist(), list[Order]()
@@ -53,26 +60,26 @@ def short_chains(problem: Supplies, groups: Iterable[Ints], pipeline: Pipeline, 
         for peer in left:
             if places := [place for hops in chains for place in ways.beside(peer, hops)]:
                 beside_N2[peer] = min(places)[1]
-    return [alone_N2, beside_N2]
+    return alone_N2, beside_N2
 
 
 @dataclass(slots=True)
 class _Ways:
-    """The seconds of a micro-batch on ways through peers. The tables are lists, which Python reads fastest."""
+    """The times of micro-batches on paths through peers. The tables are lists, which Python reads fastest."""
 
-    problem: Supplies
-    pipeline: Pipeline
+    problem: InitVar[Supplies]
+    pipeline: InitVar[Pipeline]
     accumulate: int | None
     reach: list[list[int]] = field(init=False)  # peer -> first layer -> the end of the longest span
-    passes_s: list[list[float]] = field(init=False)  # peer -> first layer -> computing that span, and waiting for it
-    busy_s: list[list[float]] = field(init=False)  # peer -> first layer -> between two micro-batches
+    passes_s: list[list[float]] = field(init=False)  # peer -> first layer -> to compute that span, queueing included
+    busy_s: list[list[float]] = field(init=False)  # peer -> first layer -> seconds per micro-batch
     capacity: list[list[float]] = field(init=False)  # peer -> first layer -> micro-batches in memory
     link_s: list[list[float]] = field(init=False)  # sender -> receiver -> a micro-batch's transfers, there and back
-    apart_s: list[list[float]] = field(init=False)  # sender -> receiver -> between two micro-batches on this link
+    apart_s: list[list[float]] = field(init=False)  # sender -> receiver -> seconds per micro-batch on this link
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, problem: Supplies, pipeline: Pipeline) -> None:
         """Fill the tables."""
-        costs, reach_NL, pipeline = self.problem.costs, self.problem.reach_NL, self.pipeline
+        costs, reach_NL = problem.costs, problem.reach_NL
         peers, layers, tokens = range(costs.peers), np.arange(costs.layers), pipeline.tokens
         before = np.pad(np.cumsum(costs.seconds_NL, axis=1), ((0, 0), (1, 0)))
         seconds_NL = np.take_along_axis(before, reach_NL, axis=1) - before[:, :-1]
@@ -137,7 +144,7 @@ class _Ways:
                 yield come_s + go_s, (first, last)
 
     def shortest(self, peers: list[int]) -> Order | None:
-        """Return the order of these peers with the fastest way that the search finds; None if they hold too little."""
+        """Return these peers in the fastest order that the search finds; None if it finds no complete chain."""
         ways = [self._by_nearest(first, peers) for first in peers]
         timed = sorted((seconds, order) for order in ways if (seconds := self.seconds(order)) < np.inf)
         return min((self.improved(order) for _, order in timed[:BEGINNINGS]), default=(0.0, None))[1]

@@ -119,24 +119,20 @@ class FlowProblem:
     def starts(self, rng: np.random.Generator) -> list[Ints]:
         """Return the first spans of a search: `chains` and rows (rows.py) for each of `groupings`, and random spans.
 
-        In a large swarm, rows come first, as their flows take less time. If no peer can hold the whole model, short
-        chains (short_chains.py) come before all others.
+        In a large swarm, rows come first, as their flows take less time. In a smaller one in which no peer can hold the
+        whole model, short chains (short_chains.py) come before all others; for many peers they would take minutes.
         """
-        divisions = groupings(self)
+        divisions, large = groupings(self), self.costs.peers > MOST_AT_ONCE
         short = list[Ints]()
-        few = (
-            self.costs.peers <= MOST_AT_ONCE
-        )  # more peers are searched in groups; one group of more would take minutes
-        if few and self.flights is not None and not (self.reach_NL[:, 0] == self.costs.layers).any():
+        if self.flights is not None and not large and not (self.reach_NL[:, 0] == self.costs.layers).any():
             pipeline, waits = self.flights.single(self.costs), self.flights.micro_batches_waited_for
-            for groups in (divisions[0], *divisions[2:]):
-                short += short_chains(self, groups, pipeline, waits)
+            short = short_chains(self, (divisions[0], *divisions[2:]), pipeline, waits)
         chained = [chains(self, groups, rng) for groups in divisions]
         if not access_limited(self.costs).all():
             longer = [groups for groups in divisions if len(groups) < self.costs.peers]
             chained += [chains(self, groups, rng, linked=True) for groups in longer for _ in range(LINKED_CHAINS)]
         in_rows = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
-        found = short + (in_rows + chained if self.costs.peers > MOST_AT_ONCE else chained + in_rows)
+        found = short + (in_rows + chained if large else chained + in_rows)
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
     @cached_property

@@ -49,7 +49,7 @@ def apart(seed: int, peers: int) -> Floats:
 def chained(costs: Pipeline, waits: int | None = WAITS) -> list[Ints]:
     """Return both forms of chains of all peers."""
     problem = FlowProblem(costs.costs, np.zeros(costs.costs.peers, np.int64))
-    return short_chains(problem, [np.arange(costs.costs.peers)], costs, waits)
+    return short_chains(problem, [[np.arange(costs.costs.peers)]], costs, waits)
 
 
 @pytest.mark.parametrize("seed", range(4))
