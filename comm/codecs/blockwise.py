@@ -30,8 +30,8 @@ that is, not below the mean magnitude of the numbers that are sent. Large number
     m = round(7 (mean magnitude of the small numbers) / (mean magnitude of the large ones)), at most 6
 
 So q4 can store both with the scale 7 t, or m t in a block without large numbers, since both have 8 significant bits: a
-sparse blob converts to q4 and back. Means are computed as for q1; if t is zero, m is. A number that decodes to zero is
-not sent; the first numbers of the group that are not sent take the place of such numbers, as small and positive ones.
+sparse blob converts to q4 and back. Means are computed as for q1; if t is zero, so is m. Chosen numbers that
+decode to zero are replaced by the first of the group's numbers that decode to zero, sent as small and positive.
 
 A blob in which K = ceil(n/16) numbers are sent has four parts, in the bit order of numpy.packbits:
 
@@ -379,7 +379,7 @@ class SparseCodec:
 
 
 def _first(keys_CN: Tensor, sent_C1: Tensor) -> Tensor:
-    """Return which numbers of each row have its `sent` largest keys; of equal keys, the first ones have."""
+    """Return which numbers of each row have its `sent` largest keys; of equal keys, the first count."""
     return keys_CN.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < sent_C1
 
 

@@ -16,7 +16,7 @@ from decentral.comm.codecs.compiled_blocks import BAD_LEVEL, INFINITE, UNITS, By
 from decentral.core.compiled import compiled, inlined
 
 GROUP = 4096  # numbers with one header, of which the largest are sent
-BUCKET = 16  # one number of so many is sent; a power of two
+BUCKET = 16  # one number per BUCKET is sent; a power of two
 LOW_BITS = 4  # log2(BUCKET): bits of a place within its bucket
 HIGH = 7  # level of large numbers in q4
 MOST_SMALL = 6  # highest level of small numbers in q4
@@ -83,7 +83,7 @@ def _kth_largest(scratch: Scratch, size: Number, kth: Number) -> tuple[Number, N
 def _choose(scratch: Scratch, count: Number, sent: Number, floor: Number) -> Number:
     """Write the places of a group's `sent` largest magnitudes to scratch, in order; return the smallest one's bits.
 
-    Of equal magnitudes the first are chosen. `floor` is a guess of a smaller magnitude; a wrong one takes longer.
+    Of equal magnitudes the first are chosen. `floor` is a guessed lower bound; a wrong guess only costs time.
     """
     _, bits, _, _, places = scratch
     size = _candidates(scratch, count, floor)

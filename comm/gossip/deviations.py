@@ -29,13 +29,13 @@ class Deviation:
     fresh: Tensor | None = None  # sum of the differences in the current period; None before its first window
     waiting: Tensor | None = None  # sum of the differences in the previous period; None if it had no window
     old: Tensor | None = None  # sum of the differences in all earlier periods; older periods have less weight
-    persistence: float | None = None  # how far the newest window goes the way of `old`; None while `old` is None
+    persistence: float | None = None  # cosine of the newest window with `old` (`add`); None while `old` is None
 
     def add(self, theirs: Tensor, ours: Tensor) -> None:
         """Add a window, given the directions of the partner's pseudo-gradient and ours, and update `persistence`.
 
-        It is the cosine of `old` with the newest difference or, if smaller, with `theirs`. Each has a part that tells
-        nothing of a lie: in the difference our own noise, and in `theirs` the progress that all peers have in common.
+        It is the cosine of `old` with the newest difference or, if smaller, with `theirs`. Each contains something
+        unrelated to an attack: the difference our own noise, and `theirs` the progress common to all peers.
         """
         found = theirs - ours
         if self.old is not None and bool(self.old.any()):
@@ -60,7 +60,7 @@ class Deviations:
     windows, but little is left after ten: the cosine of the newest difference with the sum of old differences is 0.0 to
     0.2. An attacker that changes each window only a little must push in one direction for long. Its cosine is 0.4 to
     0.7, even if each of its windows is close to honest windows ("a little is enough": Baruch et al., arXiv 1902.06156;
-    only history reveals it: Karimireddy et al., arXiv 2012.10333). In sparse windows the medians are 0.14 for `little`
+    only history reveals it: Karimireddy et al., arXiv 2012.10333). In sparse windows the medians are 0.14 for attacks
     and 0.04 for honest peers. A changing direction averages out like noise. Honest partners with other data also differ
     persistently, so each partner is compared with the median partner.
     """

@@ -31,7 +31,7 @@ from decentral.engine.fragment import Live
 PSEUDO_GRADIENT = "pseudo_gradient"
 # A correction in `fold` is dropped as rounding error if its L2 norm is at most this fraction of the slow weights' norm.
 ROUNDING = 1e-6
-# A merge leaves this share of what a sparse window has not published in the live weights (docs/results/convergence.md).
+# After a merge, the live weights keep this share of what a sparse window has not sent (docs/results/convergence.md).
 UNSENT_KEPT = 0.25
 
 

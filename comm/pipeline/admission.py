@@ -152,7 +152,7 @@ class Admission:
         return first < known.id.first <= last
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
-        """Return why this peer refuses an execution; None if it accepts the execution, should it have the memory.
+        """Return the reason to refuse an execution, memory aside; None if there is no reason.
 
         Args:
             request: The execution that another peer asks for.
@@ -227,11 +227,11 @@ class Admission:
             return given_up
         waiting = self.table.jobs.waiting
         origin = order[1]
-        others = sum(one.id.origin == origin for one in self.table.by_id.values()) < self.stage.capacity / 2
+        displaces = sum(one.id.origin == origin for one in self.table.by_id.values()) < self.stage.capacity / 2
         younger = [
             one
             for one in self.table.by_id.values()
-            if one.order > order and _waits(one, waiting) and (others or one.id.origin == origin)
+            if one.order > order and _waits(one, waiting) and (displaces or one.id.origin == origin)
         ]
         for one in sorted(younger, key=lambda one: one.order, reverse=True):
             given_up.append(one)
@@ -240,7 +240,7 @@ class Admission:
         return None
 
     def has_memory(self, first: int, given_up: Sequence[StageExecution] = ()) -> bool:
-        """Return whether there is memory for an execution that enters at layer `first`, without those given up.
+        """Return whether there is memory for an execution that enters at layer `first`, not counting `given_up`.
 
         For each later layer at which executions may enter, the memory of one execution is reserved (buffer classes:
         Merlin and Schweitzer, 1980). Without this, peers that hold the same layers could fill each other's memory with

@@ -22,10 +22,10 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import KiB, MiB, Seconds
 
-UPLOADS = 3  # this peer's uplink is measured by its last uploads, so few that a slower uplink is known in some minutes
+UPLOADS = 3  # this peer's uplink is measured by its last uploads: few, so that a slower uplink shows in minutes
 WARM_UP_BYTES = 256 * KiB  # an upload that is measured follows one of this size, so that slow start is over by then
 LIMITED = 1.5  # a link's rate limited an upload if it took more than this many times as long as TCP slow start alone
-FAST = 20e6  # bytes/s; a faster uplink counts as no limit: mostly the paths to single peers limit what it sends
+FAST = 20e6  # bytes/s; a faster uplink counts as unlimited: the paths to single peers are usually slower
 PACED = 0.9  # we send at this fraction of our uplink's measured rate, so that no queue builds up in the router
 ALIKE = 1.5  # uploads whose rates differ by less than this factor count as equally fast
 REMEMBERED = 8  # in an average rate, all older transfers together weigh at most this many times as much as the newest

@@ -32,7 +32,7 @@ from decentral.core.units import readable_bytes, readable_number
 DAY_S = 86400.0
 # Overrides for --model-from without a config: a valid section `data`. An estimate never reads the file that it names.
 FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")
-# With so many tokens a parameter, a model learns most for its compute (Hoffmann et al., arXiv 2203.15556, table 3).
+# Compute-optimal number of tokens per parameter (Hoffmann et al., arXiv 2203.15556, table 3).
 TOKENS_A_PARAMETER = 20
 RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with 4 peers, 0.67 with 16"
 
@@ -87,7 +87,7 @@ def _of_tokens(
 ) -> JsonObject:
     """Return JSON fields: if `tokens` are given, the days that they take; if `prices` has any, the prices.
 
-    The prices are those of an hour and, if `tokens` are given, of all days. If `found` has no tokens/s, there are none.
+    Prices are per hour and, if `tokens` are given, for all days. Without tokens/s in `found`, the result is empty.
     """
     if (speed := found.get("tokens_per_s")) is None:
         return {}

@@ -132,7 +132,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     _add_own_flags(parser)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
-    several = "auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1"
+    several = "auto, cpu, cuda, xpu, mps, or several: cuda:0,cuda:1"
     parser.add_argument("--device", type=valid_devices, help=several)
     parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"

@@ -3,8 +3,8 @@
     python -m decentral.ps             a line for each peer
     python -m decentral.ps --json      the same as JSON
 
-Steps, losses and speeds come from the peers' journals. Others see a peer's name and the end of its id, which are shown,
-too. Of other users' peers only the process is shown. `decentral stop` ends peers.
+Steps, losses and speeds come from the peers' journals. A peer's name and the end of its id are shown as others see
+them. Of other users' peers only the process is shown. `decentral stop` ends peers.
 """
 
 import argparse

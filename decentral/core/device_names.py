@@ -4,7 +4,7 @@ import re
 
 from decentral.core.errors import UserError
 
-CHOICES = "auto, cpu, cuda, xpu or mps, or one of several: cuda:N"
+CHOICES = "auto, cpu, cuda, xpu or mps, or with a number: cuda:1"
 
 
 def valid_device(text: str) -> str:

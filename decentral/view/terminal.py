@@ -29,7 +29,7 @@ MOST_CHANGES = 8
 REASON_CHARS = 500  # longer texts of warnings and reasons are cut to this many characters
 WIDE = 115  # a terminal of at least this many columns shows devices and regions
 DEVICE_COLUMNS, REGION_COLUMNS = 36, 14  # longer names of devices and regions are cut
-OTHER_COLUMNS = 105  # all columns of the table of peers but that of devices take at most so many, with their gaps
+OTHER_COLUMNS = 105  # the peers' table without its device column takes at most this many, gaps included
 BETWEEN = 3  # at least this many columns separate two values
 LEAST_PEERS = 3  # a low terminal still shows this many other peers
 
@@ -271,7 +271,7 @@ def _table(shown: Mapping[str, str], width: int) -> Text:
 
 
 def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Table:
-    """Return a table of this peer and the others in at most `lines` lines; a narrow one has no device and region."""
+    """Return a table of this peer and the others in at most `lines` lines; without device and region if narrow."""
     wide, setup = size.width >= WIDE, node.setup
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     most = {"device": min(DEVICE_COLUMNS, size.width - OTHER_COLUMNS), "region": REGION_COLUMNS}

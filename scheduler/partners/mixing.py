@@ -120,7 +120,7 @@ def fitted(rate: Floats, common: Floats, topology: Topology, tokens_NN: Floats, 
     """Return the rates, lowered so that gossip takes at most `link_share` of each link, and fits in beside tokens.
 
     Args:
-        rate: Exchanges per second, [N, N], symmetric, with which the busiest peer would exchange all the time; each
+        rate: Exchanges per second, [N, N], symmetric, scaled so that the busiest peer never idles; each exchange
             moves bytes in both directions.
         common: Bytes that one exchange of two peers moves in each direction, [N, N].
         topology: N peers and their links.

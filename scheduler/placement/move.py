@@ -14,7 +14,7 @@ lower id yields: it abandons its move and grants the lease.
 
 In a move by a plan, a peer waits up to LEASE_WAIT_S for the peers to which the plan gives its layers (takers). Most
 grant a lease as soon as they hold the layer. If two single holders exchange layers, each would wait for the other. So a
-taker that has fetched the layer, and waits for leases itself, grants a lease, too. It moves once the other peer has.
+taker that has fetched the layer, and waits for leases itself, grants a lease, too. It moves after the other peer.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -41,7 +41,7 @@ MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed 
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
 DRAIN_MOST_S = 30.0  # a move fails if running micro-batches do not finish within this time
-LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases; then it drains before the first ones expire
+LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as it has granted one (`_brings`)
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
 MOST_LEASES = 64  # a peer grants at most this many leases of a fragment at a time; fewer moves overlap in practice
@@ -419,7 +419,7 @@ class SpanMove:
         return [*effects, _reply(request, Done())]
 
     def _brings(self, now: Seconds) -> bool:
-        """Return whether a peer may give up layers by a lease of ours that this peer holds only after its move."""
+        """Return whether we have granted an unexpired lease of a fragment that we hold only after this move."""
         new = [self.granted.until.get(index, {}) for index in self.target if index not in self.held]
         return any(now < until for leases in new for until in leases.values())
 

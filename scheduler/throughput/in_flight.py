@@ -202,7 +202,7 @@ class Flights:
 
     @property
     def micro_batches_waited_for(self) -> int | None:
-        """Return how many micro-batches of one sequence a step with exact gradients waits for; None without these."""
+        """Return how many one-sequence micro-batches a step with exact gradients awaits; None if steps do not wait."""
         return None if self.run.routes.overlap else accumulated(self.run, 1)
 
     def usual_link_s(self, costs: LayerCosts) -> Floats:

@@ -28,14 +28,14 @@ WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.
 
 @dataclass(frozen=True, slots=True)
 class TokenLinks:
-    """What tokens and gossip take of peers' links in a run; running peers plan and route by it."""
+    """How a run's tokens and gossip use links; running peers plan and route by these figures."""
 
     hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
     link_share: float  # share of each link that gossip may use
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return what a run's config says."""
+        """Return a run's figures."""
         return cls(WIRE_BYTES[config.routes.wire] * config.model.d_model, config.gossip.share_beside_tokens)
 
     def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
@@ -44,8 +44,8 @@ class TokenLinks:
         Args:
             cuts: All fragments of the model.
             span: The peer's layers [first, last), about which it gossips.
-            rate: Bytes/s of the peer's uplink; 0 if it was not measured. Its downlink is seldom slower, and cannot be
-                measured while the uplinks of other peers are.
+            rate: Bytes/s of the peer's uplink; 0 if it was not measured. Only the uplink counts,
+                since the downlink is seldom slower.
         """
         held = sum(cut.parameters for cut in cuts if span[0] <= cut.first and cut.last <= span[1])
         carried = UNLIMITED if rate > FAST else rate or UNMEASURED_LINK

@@ -192,7 +192,7 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
 def without_idle(problem: FlowProblem, spans: Ints) -> Ints:
     """Return spans in which a peer that the routes do not need holds no layers; the first spans if that loses flow.
 
-    A running peer with layers gets micro-batches, since others route by speeds; each is another stop on a route. The
+    A running peer with layers gets micro-batches, since others route by speeds, and so adds a hop to routes. The
     flow through the other peers is what their routes carry in the flow through `spans`: another linear programme takes
     10 s for 1,000 peers, and may find routes that carry less.
     """

@@ -9,14 +9,14 @@ the model.
     z_iab >= 0                                         tokens/s on that hop
     sum_ia z_iab = sum_jc z_jbc                        at each cut b inside the model
     sum_ab z_iab share_iab <= speed_i                  no span computes more than its peers can
-    sum_ab z_iab ends_ab <= crossings_i                nor enters and leaves its peers more than their links carry
+    sum_ab z_iab ends_ab <= crossings_i                nor receives and sends more than its peers' links carry
     maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
 
 Peers with the whole model train alone, but on request they execute the last layers for other peers' micro-batches. In
 the programme they have only hops to the model's end. Such a hop costs a whole-model peer less throughput than the peers
 of the earlier hops gain, because those peers would otherwise be idle.
 
-ends_ab is 1 for each end of the hop inside the model: there, activations come or go one way and gradients the other.
+ends_ab counts the hop's ends inside the model, where activations cross one way and gradients the other.
 crossings_i follows from the links of the span's peers and their gossip (`TokenLinks`). HOP_COST stands for the delay of
 links. Another programme (max_flow.py) plans which spans peers should hold.
 """

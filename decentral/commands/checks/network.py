@@ -144,7 +144,7 @@ def announced(addresses: Sequence[str], came: Sequence[DialBack], running: PeerI
     said = f"announced is {', '.join(addresses)}"
     if running:
         there = f"run this on another machine: python -m decentral.doctor --join {addresses[0]}/p2p/{running}"
-        return unknown("reachability", f"{said}, where the peer runs; this check cannot try that", there)
+        return unknown("reachability", f"{said}, used by the running peer, so not tried here", there)
     if reached := sum(answer.status == DialStatus.OK for answer in came):
         return ok("reachability", f"{said}: good, {reached} of {plural(len(came), 'peer')} connected to it")
     if any(answer.status == DialStatus.ERROR for answer in came):

@@ -24,7 +24,7 @@ from decentral.scheduler.throughput.layer_costs import UTILISATION
 MEASURED_UTILISATION = (0.14, 0.5)
 WITHOUT_BF16 = 0.2  # for a card that has no bf16 units, the lower end of the range is multiplied by this
 MEASURED_HERE = (0.75, 1.15)  # a run on this machine is expected to reach the measured tokens/s times this range
-# The same range, if the speed follows from the FLOP/s of the small model that these overrides describe.
+# The same range, if the speed is computed from the FLOP/s of the small model SMALL_RUN.
 FLOPS_HERE = (0.5, 2.0)
 SMALL_RUN = ("model.depth=3", "model.width=256", "model.context=256", "train.micro_batch=4", "train.optimizer=adamw")
 HOST_CORES = 8  # each card's host is assumed to have this many processor cores; gossip may use some of them

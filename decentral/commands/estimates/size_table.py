@@ -26,7 +26,7 @@ def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[Js
     Args:
         run: A config that sets no shape of the model.
         groups: The peers.
-        seconds: Limit of the search for a plan of one size; SEARCH_S is another.
+        seconds: Limit of the search for a plan of one size, at most SEARCH_S.
 
     Returns:
         JSON objects with the size, the parameters, which layers a peer holds, tokens/s, and what limits the size or the

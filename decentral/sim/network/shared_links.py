@@ -246,7 +246,7 @@ class SharedLinks:
         return self._alone.get(transfer.source, transfer) is not transfer
 
     def _rate(self, transfer: Transfer) -> float:
-        """Return the smallest share, in bytes/s, of a transfer that does not pause."""
+        """Return an unpaused transfer's bytes/s: its smallest share of any link."""
         geography, received = self.geography, self.receiving[transfer.target]
         sent = {transfer: None} if transfer.source in self._alone else self.sending[transfer.source]
         rate = min(geography.up(transfer.source) / len(sent), geography.down(transfer.target) / len(received))

@@ -105,7 +105,7 @@ class OpenQuestion:
         return self.share
 
     def begin_alone(self, now: Seconds) -> bool:
-        """Reserve the sender's uplink for this question, whose time counts from now; False if the sender gave it up."""
+        """Reserve the sender's uplink for this question, and restart its time; False if the sender has given up."""
         self.alone, self.began = self.done is not None, now
         return self.alone
 

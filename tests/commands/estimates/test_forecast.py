@@ -58,7 +58,7 @@ def test_it_is_said_which_part_of_the_model_peers_hold(spans: list[tuple[int, in
 
 
 def test_peers_that_hold_parts_step_with_as_many_sequences_as_they_have_room_for() -> None:
-    """The work of an optimizer step does not grow with its sequences, so that small steps are slow."""
+    """An optimizer step takes as long for few sequences as for many, so small micro-batches train slowly."""
     run = with_shape(config.load(None), "1B", frozenset())
     for peers, sequences in (("8xH100 lab", 16), ("4x3080 lab", 4), ("2x3080 lab", 1)):
         assert with_micro_batch(run, groups_of(peers)).train.micro_batch == sequences
