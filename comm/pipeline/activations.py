@@ -5,6 +5,7 @@ Start with `ActivationFormat`. Shapes: B sequences, T positions, D width.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ AUTO = ("bf16", "int8-q4")
 LARGEST_ACTIVATION = 1e6
 
 
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """A micro-batch that enters a stage."""
+
+    hidden_BTD: (
+        Tensor  # hidden values, fp32 once decoded; of a model with a bottleneck, the channels that blocks change
+    )
+    targets_BT: Tensor  # token ids that the loss needs, int64; MASKED at positions without a loss
+    inputs_BT: Tensor | None = None  # the micro-batch's tokens, int64; None unless the model has a bottleneck
+
+
 class ActivationFormat:
     """Encodes and decodes the micro-batches of one run."""
 
@@ -45,6 +57,7 @@ class ActivationFormat:
         """
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
+        self.sends_inputs = run.model.bottleneck is not None  # True: the next stage needs the tokens of its input
         names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
         self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for slow ones
         self.backward = [WIRES[name][1] for name in names]
@@ -58,13 +71,15 @@ class ActivationFormat:
             sequences: Number of sequences in the micro-batch.
 
         Returns:
-            The layouts of hidden values and targets, and the layouts of the gradient that is sent back.
+            The layouts of hidden values, targets and, for a model with a bottleneck, tokens; and the layouts of the
+            gradient that is sent back.
         """
         tokens = sequences * self.context
         numbers = tokens * self.widths[layer]
         codec, size = ("u16", 2) if self.vocabulary + self.masks <= 1 << 16 else ("u32", 4)
-        targets = Section("targets", codec, tokens, tokens * size)
-        entering = tuple((self._hidden(wire, numbers), targets) for wire in self.forward)
+        names = ("targets", "inputs") if self.sends_inputs else ("targets",)
+        integers = tuple(Section(name, codec, tokens, tokens * size) for name in names)
+        entering = tuple((self._hidden(wire, numbers), *integers) for wire in self.forward)
         return ActivationForms(entering, tuple((self._hidden(wire, numbers),) for wire in self.backward))
 
     def _hidden(self, codec: str, numbers: int) -> Section:
@@ -103,44 +118,46 @@ class ActivationFormat:
             )
         return values
 
-    def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
+    def pack(self, layer: int, entering: Entering, thin: bool = False) -> tuple[Layout, bytes]:
         """Return the layout and the bytes of a micro-batch that is sent to the next stage.
 
         Args:
             layer: The layer that the micro-batch enters next.
-            hidden_BTD: Hidden values.
-            targets_BT: Token ids that the loss needs, int64; MASKED at positions without a loss.
+            entering: The micro-batch.
             thin: Whether to use the encoding for thin (slow) links.
         """
-        section, hidden = self._encode(self.forward[THIN if thin else FAST], hidden_BTD)
-        expected = self.forms(layer, len(targets_BT)).entering_over(thin)
+        section, hidden = self._encode(self.forward[THIN if thin else FAST], entering.hidden_BTD)
+        expected = self.forms(layer, len(entering.targets_BT)).entering_over(thin)
         assert section == expected[0], f"layer {layer} takes {expected[0]}; the hidden values are {section}"
-        tokens_BT = targets_BT.cpu().where(targets_BT.cpu() != MASKED, self.vocabulary)
-        integers = tokens_BT.to(_dtype(expected[1])).contiguous()
-        return expected, hidden + integers.view(torch.uint8).numpy().tobytes()
+        targets_BT = entering.targets_BT.cpu()
+        blob = hidden + _integers(targets_BT.where(targets_BT != MASKED, self.vocabulary), expected[1])
+        if self.sends_inputs:
+            assert entering.inputs_BT is not None, "a model with a bottleneck needs the tokens in each stage"
+            blob += _integers(entering.inputs_BT.cpu(), expected[2])
+        return expected, blob
 
-    def unpack(self, job: jobs.Forward) -> tuple[Tensor, Tensor]:
-        """Return the hidden values and targets of another peer's micro-batch, as `pack` has encoded them.
-
-        Returns:
-            hidden_BTD fp32 and targets_BT int64, on the CPU; targets without loss are MASKED.
+    def unpack(self, job: jobs.Forward) -> Entering:
+        """Return another peer's micro-batch, as `pack` has encoded it, on the CPU.
 
         Raises:
             ProtocolError: If the layout is not one that may enter the layer, a value cannot be decoded or exceeds
-                LARGEST_ACTIVATION, a target is neither masked nor a token, or all targets are masked.
+                LARGEST_ACTIVATION, a target is neither masked nor a token, all targets are masked, or an input is not
+                a token.
         """
         B, T, D = job.sequences, self.context, self.widths[job.first]
         if not fits_one(self.forms(job.first, B).entering, job.layout, len(job.blob)):
             raise ProtocolError(Reason.SHAPE, f"the sections, codecs or sizes do not fit layer {job.first}")
-        hidden, targets = job.layout
+        hidden, targets = job.layout[:2]
         hidden_BTD = self._decode(hidden.codec, job.blob[: hidden.size], torch.Size((B, T, D)))
-        integers = torch.frombuffer(bytearray(job.blob[hidden.size :]), dtype=_dtype(targets))
-        targets_BT = integers.to(torch.int64).view(B, T)
+        integers = torch.frombuffer(bytearray(job.blob[hidden.size :]), dtype=_dtype(targets)).to(torch.int64)
+        targets_BT, *inputs_BT = integers.view(-1, B, T)
         masked_BT = (targets_BT == self.vocabulary) & self.masks
         targets_BT = targets_BT.masked_fill(masked_BT, MASKED)
         if int(targets_BT.max()) >= self.vocabulary or bool(masked_BT.all()):
             raise ProtocolError(Reason.VOCABULARY, "targets must be token ids or masked, and not all may be masked")
-        return hidden_BTD, targets_BT
+        if inputs_BT and int(inputs_BT[0].max()) >= self.vocabulary:
+            raise ProtocolError(Reason.VOCABULARY, "inputs must be token ids")
+        return Entering(hidden_BTD, targets_BT, inputs_BT[0] if inputs_BT else None)
 
 
 def likeness(one: Tensor | None, other: Tensor | None) -> Likeness:
@@ -160,6 +177,10 @@ def likeness(one: Tensor | None, other: Tensor | None) -> Likeness:
         return UNLIKE
     cosine = float(torch.dot(one.flatten() / lengths[0], other.flatten() / lengths[1]))
     return Likeness(cosine, lengths[0] / lengths[1])
+
+
+def _integers(tokens_BT: Tensor, section: Section) -> bytes:
+    return tokens_BT.to(_dtype(section)).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _dtype(targets: Section) -> torch.dtype:

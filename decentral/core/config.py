@@ -49,7 +49,7 @@ OWN_KEYS = {  # section -> keys that name a peer's own files and upload destinat
     "data": ("path", "glob", "column", "part", "tokenizer"),
     "train": ("upload",),
 }
-LATER_KEYS = (("model", "block"),)  # (section, key) that old releases lack; `canonical` omits it at its default
+LATER_KEYS = (("model", "block"), ("model", "bottleneck"))  # keys that old releases lack; `canonical` omits defaults
 # Section -> keys of earlier releases. A config may still contain such a key, but only with the value given here.
 RETIRED_KEYS: dict[str, dict[str, float]] = {
     "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},

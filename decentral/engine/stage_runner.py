@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from decentral.comm.pipeline.activations import ActivationFormat, likeness
+from decentral.comm.pipeline.activations import ActivationFormat, Entering, likeness
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout
@@ -36,6 +36,7 @@ from decentral.engine.inner import has_finite_norm, step_clipped
 from decentral.engine.look_ahead import LookAhead, WeightsAhead
 from decentral.engine.step import Device, slow_down
 from decentral.model import decoder
+from decentral.model.bottleneck import TokenFeatures
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class PendingBackward:
     last: int
     tokens: int  # number of the micro-batch's tokens that count for the loss
     input_BTD: Tensor | None  # None at layer 0; else the gradient of this goes to the previous peer
-    output_BTD: Tensor  # the output for the next peer, or the last layer's input at the end of the model
+    output_BTD: Tensor  # what the next peer gets (of a bottleneck, K channels), or the input of the model's last layer
     ahead: WeightsAhead | None = None  # with `routes.overlap`, both passes use these predicted weights
 
 
@@ -120,6 +121,11 @@ class StageRunner:
         self.sums = GradientSums(lives, run.routes.slots, self.alone)
         self.ahead = LookAhead(lives) if self.alone and run.routes.overlap else None
         self._cuts = tuple(fragments_of(run))
+        self.features: TokenFeatures | None = None  # of a model with a bottleneck
+        if run.model.bottleneck is not None:
+            embedding = layers[0] if self.start == 0 else None
+            own = embedding.features if isinstance(embedding, decoder.Embedding) else None
+            self.features = own or TokenFeatures(run.model).to(device.device)
 
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
         """Run a micro-batch of this peer's data forward; if the job ends at the model's last layer, also backward.
@@ -133,19 +139,20 @@ class StageRunner:
         began = time.perf_counter()
         tokens = decoder.trained_tokens(targets_BT)
         execution = self._through(inputs_BT.to(self.device.device), None, tokens, (0, job.last))
-        return self._forwarded(job, execution, targets_BT, began, number)
+        return self._forwarded(job, execution, batch, began, number)
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
         """Run another peer's micro-batch forward; if the job ends at the model's last layer, also run it backward."""
         began = time.perf_counter()
         try:
-            hidden_BTD, targets_BT = self.activations.unpack(job)
+            entering = self.activations.unpack(job)
         except ProtocolError as error:
             return jobs.ExecutionFailed(job.token, error.reason)
-        input_BTD = hidden_BTD.to(self.device.device).requires_grad_()
-        tokens = decoder.trained_tokens(targets_BT)
-        execution = self._through(input_BTD, input_BTD, tokens, (job.first, job.last))
-        return self._forwarded(job, execution, targets_BT, began)
+        input_BTD = entering.hidden_BTD.to(self.device.device).requires_grad_()
+        tokens = decoder.trained_tokens(entering.targets_BT)
+        restored_BTD = self._restored(input_BTD, entering.inputs_BT)
+        execution = self._through(restored_BTD, input_BTD, tokens, (job.first, job.last))
+        return self._forwarded(job, execution, (entering.inputs_BT, entering.targets_BT), began)
 
     def backward(self, job: jobs.Backward) -> jobs.Outcome:
         """Run the backward pass of an execution, given the encoded gradient of its output.
@@ -177,11 +184,12 @@ class StageRunner:
         began = time.perf_counter()
         if job.token not in self.sums.executions:
             return jobs.Undone(job.token, False)
-        hidden_BTD, targets_BT = self.activations.unpack(job.forward)
-        first, last, tokens = job.forward.first, job.forward.last, decoder.trained_tokens(targets_BT)
-        execution = self._through(hidden_BTD.to(self.device.device), None, tokens, (first, last))
+        entering = self.activations.unpack(job.forward)
+        first, last, tokens = job.forward.first, job.forward.last, decoder.trained_tokens(entering.targets_BT)
+        restored_BTD = self._restored(entering.hidden_BTD.to(self.device.device), entering.inputs_BT)
+        execution = self._through(restored_BTD, None, tokens, (first, last))
         if job.backward is None:
-            loss = self._loss(execution, targets_BT)
+            loss = self._loss(execution, entering.targets_BT)
             if not torch.isfinite(loss):
                 return jobs.Undone(job.token, False)
             self._add(execution, -loss, None, -tokens)
@@ -246,6 +254,13 @@ class StageRunner:
         self.drop(slot)
         return tuple(applied)
 
+    def _restored(self, hidden_BTD: Tensor, inputs_BT: Tensor | None) -> Tensor:
+        """Return hidden values with all channels: what a peer sends lacks the features of the tokens."""
+        if self.features is None or inputs_BT is None:
+            return hidden_BTD
+        restored_BTD: Tensor = self.features(hidden_BTD, inputs_BT.to(hidden_BTD.device))
+        return restored_BTD
+
     def _through(
         self, entering: Tensor, input_BTD: Tensor | None, tokens: int, layers: tuple[int, int]
     ) -> PendingBackward:
@@ -259,6 +274,8 @@ class StageRunner:
         with self._computing(execution), self.device.autocast():
             for layer in self.layers[first - self.start : min(last, self.end - 1) - self.start]:
                 execution.output_BTD = layer(execution.output_BTD)
+        if last < self.end:
+            execution.output_BTD = execution.output_BTD[..., : self.activations.widths[last]]
         return execution
 
     def _computing(self, execution: PendingBackward) -> AbstractContextManager[None]:
@@ -271,11 +288,12 @@ class StageRunner:
         self,
         job: jobs.Draw | jobs.Forward,
         execution: PendingBackward,
-        targets_BT: Tensor,
+        batch: tuple[Tensor | None, Tensor],
         began: float,
         number: int = 0,
     ) -> jobs.Outcome:
         """Return ForwardDone; at the model's end, run the backward pass too, and return BackwardDone instead."""
+        inputs_BT, targets_BT = batch
         if execution.last == self.end:
             loss = self._loss(execution, targets_BT)
             if not torch.isfinite(loss):
@@ -285,7 +303,8 @@ class StageRunner:
             self._slow_down(execution, began, forward=True)
             return replace(done, number=number)
         self.pending[job.token] = execution
-        layout, blob = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT, job.thin)
+        leaving = Entering(execution.output_BTD.detach(), targets_BT, inputs_BT)
+        layout, blob = self.activations.pack(execution.last, leaving, job.thin)
         self._slow_down(execution, began, forward=True)
         return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, layout, blob)
 

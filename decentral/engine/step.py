@@ -344,7 +344,10 @@ class Chain:
         ends = run is not None and first + len(layers) == len(decoder.parameters(run.model))
         self.run = run if ends else None
         self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
-        self.entering = 0 if run is None or first == 0 else decoder.widths(run.model)[first]
+        self.entering = 0
+        if run is not None and first > 0:
+            model = run.model
+            self.entering = model.d_model if model.layers is None else decoder.widths(model)[first]
         ready = list(layers) if run is None else decoder.recomputed(run, layers, first)
         ready = list(map(_compiled, ready)) if compiled else ready
         self.trunk: Callable[[Tensor], Tensor] = nn.Sequential(*ready[:-1])

@@ -10,7 +10,7 @@ that are attended to.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,12 +18,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.model import lora, rotary, start_weights
+from decentral.model.bottleneck import TokenFeatures
+from decentral.model.undrawn import Undrawn
 
 LOGITS_AT_ONCE = 1 << 25  # the loss of a micro-batch with more logits (tokens times vocabulary) is computed in parts
 
@@ -81,27 +82,6 @@ def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device
     return [layer.to(device) for layer in layers]
 
 
-class Undrawn(BaseTorchFunctionMode):
-    """A context in which layers are built without sampling their weights, which stay uninitialised.
-
-    This saves most of the time of building a large model whose weights are replaced later.
-    """
-
-    DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.trunc_normal_)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Call the function, unless it is an initialiser that samples weights: then return its tensor unchanged."""
-        if func in self.DRAWS and kwargs:
-            return kwargs["tensor"]
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
 def parameters(model: config.ModelConfig) -> list[int]:
     """Return the number of trained parameters of each layer, without allocating weights."""
     if model.layers is None:
@@ -125,9 +105,10 @@ def sizes(model: config.ModelConfig) -> list[LayerSizes]:
         nothing, block = LayerSizes(()), LayerSizes(tuple(model.block_factors))
         return [nothing, *[block] * model.depth, nothing]
     if model.layers is None:
-        width, table = model.d_model, model.vocabulary * model.d_model
+        width, vocabulary = model.d_model, model.vocabulary
         block = LayerSizes(tuple(model.block_matrices), gains=tuple(model.block_vectors))
-        return [LayerSizes((table,)), *[block] * model.depth, LayerSizes((table,), gains=(width,))]
+        embedding, head = vocabulary * model.d_written, vocabulary * width
+        return [LayerSizes((embedding,)), *[block] * model.depth, LayerSizes((head,), gains=(width,))]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         shapes = [[p.shape for p in layer.parameters()] for layer in _users_layers(model)]
     return [
@@ -141,9 +122,12 @@ def sizes(model: config.ModelConfig) -> list[LayerSizes]:
 
 
 def widths(model: config.ModelConfig) -> list[int]:
-    """Return the input size of each layer in numbers per token: 1 for the first layer (tokens), then the width."""
+    """Return how many numbers per token a peer sends for each layer's input.
+
+    These are 1 for the first layer (tokens), then the width, or fewer if the model has a bottleneck.
+    """
     if model.layers is None:
-        return [1] + [model.d_model] * (model.depth + 1)
+        return [1] + [model.d_written] * (model.depth + 1)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         entering, found = torch.zeros(1, model.context, dtype=torch.int64), []
         for layer in _users_layers(model):
@@ -166,13 +150,16 @@ class Embedding(nn.Module):
     def __init__(self, model: config.ModelConfig) -> None:
         """Build the layer with sampled weights."""
         super().__init__()
-        self.embed_tokens = nn.Embedding(model.vocabulary, model.d_model)
+        self.embed_tokens = nn.Embedding(model.vocabulary, model.d_written)
         self.multiplier = model.block.embedding_multiplier
+        self.features = TokenFeatures(model) if model.bottleneck else None
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return hidden_BTD."""
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
+        if self.features is not None:
+            return self.features(hidden_BTD, tokens_BT)  # type: ignore[no-any-return]
         return hidden_BTD if self.multiplier == 1 else hidden_BTD * self.multiplier
 
 
@@ -183,6 +170,7 @@ class Block(nn.Module):
         """Build the block with sampled weights. `rotated`: apply rotary positions to queries and keys."""
         super().__init__()
         self.norm_after, self.multiplier = model.options.norm_after, model.block.residual_multiplier
+        self.kept = model.d_model - model.d_written  # channels that the block does not change
         if not self.norm_after:
             self.input_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.self_attn = Attention(model, rotated)
@@ -202,7 +190,8 @@ class Block(nn.Module):
         hidden_BTD = self._sum(hidden_BTD, attend(self.input_layernorm(hidden_BTD)))
         return self._sum(hidden_BTD, self.mlp(self.post_attention_layernorm(hidden_BTD)))
 
-    def _sum(self, hidden_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+    def _sum(self, hidden_BTD: Tensor, branch_BTK: Tensor) -> Tensor:
+        branch_BTD = F.pad(branch_BTK, (0, self.kept)) if self.kept else branch_BTK
         return torch.add(hidden_BTD, branch_BTD, alpha=self.multiplier)
 
 
@@ -222,7 +211,7 @@ class Attention(nn.Module):
         self.q_proj = _linear(model.d_model, model.d_queries, bias)
         self.k_proj = _linear(model.d_model, model.d_keys, bias)
         self.v_proj = _linear(model.d_model, model.d_keys, bias)
-        self.o_proj = _linear(model.d_queries, model.d_model, model.block.attention_bias)
+        self.o_proj = _linear(model.d_queries, model.d_written, model.block.attention_bias)
         normed = {"heads": (model.d_head, model.d_head), "all": (model.d_queries, model.d_keys)}
         self.norms_all = model.options.query_norm == "all"
         queries, keys = normed.get(model.options.query_norm, (0, 0))
@@ -301,7 +290,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = _linear(model.d_model, model.d_hidden, model.block.mlp_bias)
         self.up_proj = _linear(model.d_model, model.d_hidden, model.block.mlp_bias)
-        self.down_proj = _linear(model.d_hidden, model.d_model, model.block.mlp_bias)
+        self.down_proj = _linear(model.d_hidden, model.d_written, model.block.mlp_bias)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return out_BTD = down(silu(gate(hidden)) * up(hidden))."""

@@ -21,7 +21,7 @@ from decentral.core.config import BYTES
 from decentral.core.errors import UserError, writing
 from decentral.core.strict_json import JsonObject
 from decentral.data.tokenizer import MAX_TOKENIZER_FILE_BYTES, TOKENIZER_FILE, TOKENIZER_SETTINGS
-from decentral.model import decoder, families, lora
+from decentral.model import bottleneck, decoder, families, lora
 from decentral.model.start_weights import EMBEDDING, FUSED, HEAD, INDEX, PICKLES, WHOLE
 
 TOKENIZER_FILES = (
@@ -64,6 +64,7 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
         name: tensor.detach().float().contiguous()
         for name, tensor in decoder.named_weights(layers, run.model.depth).items()
     }
+    bottleneck.fold(run.model, weights)
     tied = _tie(weights)
     if run.model.options.fused:
         _fuse(weights)

@@ -130,6 +130,9 @@ class ModelConfig(Strict):
     layers: Annotated[str, Field(max_length=256)] | None = None
     """Code of the user's own model, `package.module:function`, which returns list[nn.Module]; all peers run this code.
     null: the built-in model."""
+    bottleneck: Positive | None = None
+    """Channels of the hidden values that blocks change and routes send; the others are fixed features of the token.
+    null: all channels. Unit: channels."""
     lora: LoraConfig | None = None
     start_from: OwnPath | None = Field(default=None, alias="from")
     """Hugging Face folder on this peer's own disk that the run starts from; null: weights are sampled by `seed`."""
@@ -144,7 +147,10 @@ class ModelConfig(Strict):
                 raise ValueError("model.layers (your own code) cannot start from a folder's weights; omit model.from")
             if self.lora is not None:
                 raise ValueError("model.lora works only with the built-in model; omit model.lora or model.layers")
+            if self.bottleneck is not None:
+                raise ValueError("model.bottleneck works only with the built-in model; omit it, or model.layers")
             return self
+        self._check_bottleneck()
         if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2 or self.d_rotary % 2:
             raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
@@ -169,6 +175,16 @@ class ModelConfig(Strict):
             raise ValueError(f"context {self.context} must be at most {MAX_WINDOWED} if window is less than context")
         return self
 
+    def _check_bottleneck(self) -> None:
+        if self.bottleneck is None:
+            return
+        if self.bottleneck >= self.d_model:
+            raise ValueError(f"bottleneck {self.bottleneck} must be less than width {self.d_model}")
+        if self.start_from is not None or self.weights is not None or self.lora is not None:
+            raise ValueError("model.bottleneck needs a model that starts from nothing; omit model.from and model.lora")
+        if self.family != "llama":
+            raise ValueError(f"family {self.family} does not support bottleneck; use family llama")
+
     @property
     def options(self) -> Family:
         """The options of the model's family."""
@@ -188,6 +204,11 @@ class ModelConfig(Strict):
     def d_model(self) -> int:
         """The width of hidden states."""
         return self.width or 64 * self.depth
+
+    @property
+    def d_written(self) -> int:
+        """The number of channels of hidden states that blocks change; all, unless the model has a bottleneck."""
+        return self.bottleneck or self.d_model
 
     @property
     def d_head(self) -> int:
@@ -227,9 +248,9 @@ class ModelConfig(Strict):
     @property
     def layer_parameters(self) -> list[int]:
         """The number of parameters of each built-in layer (embedding, blocks, head) without adapters."""
-        width, table = self.d_model, self.vocabulary * self.d_model
         block = sum(self.block_matrices) + sum(self.block_vectors)
-        return [table, *([block] * self.depth), width + table]
+        table, head = self.vocabulary * self.d_written, self.d_model + self.vocabulary * self.d_model
+        return [table, *([block] * self.depth), head]
 
     @property
     def layer_flops(self) -> list[float]:
@@ -245,14 +266,15 @@ class ModelConfig(Strict):
     def block_shapes(self) -> dict[str, tuple[int, int]]:
         """The (inputs, outputs) of each matrix of a block, by the matrix's name inside the block."""
         width, queries, keys, hidden = self.d_model, self.d_queries, self.d_keys, self.d_hidden
+        written = self.d_written
         return {
             "q_proj": (width, queries),
             "k_proj": (width, keys),
             "v_proj": (width, keys),
-            "o_proj": (queries, width),
+            "o_proj": (queries, written),
             "gate_proj": (width, hidden),
             "up_proj": (width, hidden),
-            "down_proj": (hidden, width),
+            "down_proj": (hidden, written),
         }
 
     @property
@@ -272,7 +294,7 @@ class ModelConfig(Strict):
         """The number of elements of each gain and bias of a block."""
         queries, keys = self.d_queries, self.d_keys
         biases = [queries, keys, keys] if self.options.query_bias or self.block.attention_bias else []
-        biases += [self.d_model] * self.block.attention_bias
-        biases += [self.d_hidden, self.d_hidden, self.d_model] * self.block.mlp_bias
+        biases += [self.d_written] * self.block.attention_bias
+        biases += [self.d_hidden, self.d_hidden, self.d_written] * self.block.mlp_bias
         norms = {"heads": [self.d_head, self.d_head], "all": [queries, keys]}
         return [self.d_model, self.d_model, *biases, *norms.get(self.options.query_norm, [])]

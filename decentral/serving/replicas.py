@@ -18,6 +18,7 @@ from decentral.engine import checkpoint, step
 from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.step import Chain, Device
 from decentral.model import decoder
+from decentral.model.undrawn import Undrawn
 
 AT_ONCE = 8
 
@@ -76,7 +77,7 @@ def layers_with(run: config.Config, weights: Weights, frozen: bool = True) -> li
         names = f"layers {fragment.first} to {fragment.last - 1}"
         raise UserError(f"no peer holds {names} of the model; add the weights of a peer that holds them")
     model = run.model if frozen else run.model.model_copy(update={"start_from": None, "weights": None})
-    with nullcontext() if frozen else decoder.Undrawn():
+    with nullcontext() if frozen else Undrawn():
         layers = decoder.build(model, run.seed, drawn=False)
     train = run.train.model_copy(update={"weights": "float32", "moments": "float32"})
     for fragment in fragments_of(run):

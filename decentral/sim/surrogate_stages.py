@@ -164,7 +164,7 @@ class SurrogateStages:
     def _forwarded(self, job: jobs.Draw | jobs.Forward, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
         layout = self._forms(execution, execution.last).entering_over(job.thin)
         header = msgpack.packb((execution.origin, execution.number, execution.last))
-        blob = SyntheticBlob([(layout[0].size, header), (layout[1].size, b"")])
+        blob = SyntheticBlob([(layout[0].size, header), *((one.size, b"") for one in layout[1:])])
         sequences = execution.tokens // self.model.config.model.context
         return jobs.ForwardDone(job.token, number, sequences, execution.tokens, layout, blob)
 

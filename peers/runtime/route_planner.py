@@ -99,7 +99,7 @@ class RoutePlanner:
         setup, up, speed = self.setup.now, self.meter.best_up(), self.routes.load.speed
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         goes_on = self.routes.forwarding.usual_end(first) < setup.layers
-        numbers = setup.config.model.d_model * ((first > 0) + goes_on)  # hidden state goes forward, gradient backward
+        numbers = setup.config.model.d_written * ((first > 0) + goes_on)  # hidden state goes forward, gradient backward
         through_us = speed / self.routes.load.share(first, last)
         return up is not None and BF16_BYTES * numbers * through_us > THIN_SHARE * up
 

@@ -36,7 +36,7 @@ class TokenLinks:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return a run's figures."""
-        return cls(WIRE_BYTES[config.routes.wire] * config.model.d_model, config.gossip.share_beside_tokens)
+        return cls(WIRE_BYTES[config.routes.wire] * config.model.d_written, config.gossip.share_beside_tokens)
 
     def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
         """Return how many tokens/s may enter or leave a peer beside its gossip; a token that does both counts twice.

@@ -16,7 +16,7 @@ import tokenizers
 import transformers
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.pipeline.activations import ActivationFormat
+from decentral.comm.pipeline.activations import ActivationFormat, Entering
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
@@ -368,10 +368,10 @@ def test_masked_targets_travel(vocabulary: int) -> None:
     run = config.Config(model=model, data=config.DataConfig(kind="huggingface", format="completion"))
     formats = ActivationFormat(run, blockwise, decoder.widths(model))
     targets_BT = torch.tensor([[3, MASKED, vocabulary - 1, MASKED]])
-    layout, blob = formats.pack(1, torch.zeros(1, 4, 32), targets_BT)
+    layout, blob = formats.pack(1, Entering(torch.zeros(1, 4, 32), targets_BT))
     job = jobs.Forward(1, 1, 3, 1, layout, blob)
-    assert torch.equal(formats.unpack(job)[1], targets_BT)
-    layout, blob = formats.pack(1, torch.zeros(1, 4, 32), torch.full((1, 4), MASKED))
+    assert torch.equal(formats.unpack(job).targets_BT, targets_BT)
+    layout, blob = formats.pack(1, Entering(torch.zeros(1, 4, 32), torch.full((1, 4), MASKED)))
     with pytest.raises(ProtocolError, match="not all may be masked"):
         formats.unpack(dataclasses.replace(job, layout=layout, blob=blob))
 
@@ -379,7 +379,7 @@ def test_masked_targets_travel(vocabulary: int) -> None:
 def test_a_run_of_text_takes_no_masked_targets() -> None:
     run = config.Config(model=config.ModelConfig(depth=1, width=32, context=4, vocabulary=61))
     formats = ActivationFormat(run, blockwise, decoder.widths(run.model))
-    layout, blob = formats.pack(1, torch.zeros(1, 4, 32), torch.tensor([[3, MASKED, 2, 1]]))
+    layout, blob = formats.pack(1, Entering(torch.zeros(1, 4, 32), torch.tensor([[3, MASKED, 2, 1]])))
     with pytest.raises(ProtocolError, match="targets must be token ids"):
         formats.unpack(jobs.Forward(1, 1, 3, 1, layout, blob))
 

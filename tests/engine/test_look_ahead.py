@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decentral.comm.pipeline.activations import Entering
 from decentral.core import config, jobs
 from decentral.engine import memory
 from decentral.engine.compute import Compute, ComputeSetup
@@ -109,7 +110,7 @@ def test_a_backward_pass_runs_at_the_weights_of_its_forward_pass(setup_of: MakeS
     for moved in (0.0, 1.0):
         compute = stage_of(setup_of("A"), (1, 2))
         hidden_BTD, targets_BT = torch.linspace(-1, 1, 2 * 16 * 32).view(2, 16, 32), torch.ones(2, 16).long()
-        entering = compute.span.activations.pack(1, hidden_BTD, targets_BT)
+        entering = compute.span.activations.pack(1, Entering(hidden_BTD, targets_BT))
         done = compute.do(jobs.Forward(1, 1, 2, 2, *entering))
         assert isinstance(done, jobs.ForwardDone)
         for live in compute.span.inner.lives:

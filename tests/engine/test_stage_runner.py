@@ -93,10 +93,23 @@ def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
         pytest.param({"weights": "bfloat16"}, decoder.LOGITS_AT_ONCE, 2e-2, id="bf16 weights"),
     ],
 )
+@pytest.mark.parametrize("bottleneck", [None, 8])
 def test_gradients_over_overlapping_spans_are_those_of_one_process(
-    setup_of: MakeSetup, train: dict[str, Any], logits_at_once: int, atol: float, monkeypatch: pytest.MonkeyPatch
+    setup_of: MakeSetup,
+    train: dict[str, Any],
+    logits_at_once: int,
+    atol: float,
+    bottleneck: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decoder, "LOGITS_AT_ONCE", logits_at_once)
+    base = setup_of
+
+    def setup_of(name: str) -> ComputeSetup:
+        setup = base(name)
+        model = setup.config.model.model_copy(update={"bottleneck": bottleneck})
+        return dataclasses.replace(setup, config=setup.config.model_copy(update={"model": model}))
+
     computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)

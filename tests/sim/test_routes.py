@@ -304,8 +304,10 @@ def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.
         run(SLOW)
 
 
-def test_real_gradients_travel_through_spans_and_learn(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("narrow", [(), ("model.bottleneck=8",)], ids=["all channels", "a bottleneck"])
+def test_real_gradients_travel_through_spans_and_learn(narrow: tuple[str, ...], text: Path, tmp_path: Path) -> None:
     small = [
+        *narrow,
         *("model.depth=2", "model.width=32", "model.context=16", "gossip.fragment_parameters=5000"),
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         *("train.warmup_steps=5", "routes.overlap=true"),
@@ -333,16 +335,16 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path, tmp_path: Pat
 # The surrogate's sums of gradients. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
 
 
-def surrogate(first: int, last: int) -> SurrogateWorkload:
-    settings = settings_for(2)
+def surrogate(first: int, last: int, *overrides: str) -> SurrogateWorkload:
+    settings = settings_for(2, *overrides)
     chance = rng.arrays(1, "surrogate")
     model = SurrogateModel(settings.config, settings.fragments, blockwise, 64, settings.model.forms)
     return SurrogateWorkload(model, PeerId("P"), (first, last), chance, SurrogateDisk())
 
 
-def drawn(number: int) -> tuple[SurrogateWorkload, ForwardDone]:
+def drawn(number: int, *overrides: str) -> tuple[SurrogateWorkload, ForwardDone]:
     """An origin peer with layers [0, 3), and what it sends on of its micro-batch."""
-    origin = surrogate(0, 3)
+    origin = surrogate(0, 3, *overrides)
     origin.counters.micro_batches = number
     sent = origin.do(Draw(1, 3))
     assert isinstance(sent, ForwardDone)
@@ -358,6 +360,14 @@ def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
     assert isinstance(back, BackwardDone)
     assert len(back.blob) == 64 * 32 * 2
     assert isinstance(origin.do(Backward(1, back.layout, back.blob)), BackwardDone)
+
+
+def test_with_a_bottleneck_a_swarm_sends_its_channels_and_the_tokens() -> None:
+    _, sent = drawn(7, "model.bottleneck=4")
+    assert len(sent.blob) == 64 * 4 * 2 + 2 * 64 * 2  # bf16 hidden values, u16 targets and inputs
+    back = surrogate(3, 6, "model.bottleneck=4").do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
+    assert isinstance(back, BackwardDone)
+    assert len(back.blob) == 64 * 4 * 2
 
 
 def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> None:
