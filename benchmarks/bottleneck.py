@@ -1,11 +1,13 @@
 """What `model.bottleneck` costs in learning, and what it gains over thin links.
 
-    python -m benchmarks.bottleneck loss [--channels 0,24,48] [--rates 3e-3] [--steps 600] [--seeds 0] [--json FILE]
+    python -m benchmarks.bottleneck loss [--channels 0,16,24] [--hidden 512,800] [--rates 3e-3] [--steps 600]
+        [--seeds 0] [--json FILE]
     python -m benchmarks.bottleneck speed [--channels 0,96] [--wires bf16,int8-q4] [--json FILE]
 
 `loss`: one process trains models of width 192, with six blocks and a byte-pair vocabulary of 4,096 tokens, on the text
-of Python's standard library, AdamW, at equal tokens; only the number of channels that blocks change differs (0: all).
-Printed is the held-out loss.
+of Python's standard library, AdamW, at equal tokens. They differ in the number of channels that blocks change (0: all)
+and in the channels of the feed-forward (`--hidden`): with 16 channels and 800 of these, a model has as many parameters
+as with all channels and 512. Printed is the held-out loss.
 
 `speed`: two peers hold half of a model of 100 M parameters each, over 50 Mb/s and 100 ms one way, in virtual time. Real
 nodes route the micro-batches; the devices take 0.2 s for 4,096 tokens in half of the model, which bounds the swarm to
@@ -18,6 +20,7 @@ import sysconfig
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +74,9 @@ def batch(source: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def learned(channels: int, rate: float, steps: int, seed: int) -> dict[str, Any]:
+def learned(channels: int, hidden: int, rate: float, steps: int, seed: int) -> dict[str, Any]:
     """The held-out loss of one model after `steps` steps."""
-    model = config.ModelConfig.model_validate({**SMALL, "bottleneck": channels or None})
+    model = config.ModelConfig.model_validate({**SMALL, "hidden": hidden, "bottleneck": channels or None})
     whole = nn.Sequential(*decoder.build(model, seed))
     groups = [{"params": [one for one in whole.parameters() if (one.dim() > 1) == wide]} for wide in (True, False)]
     groups[1]["weight_decay"] = 0.0
@@ -95,7 +98,8 @@ def learned(channels: int, rate: float, steps: int, seed: int) -> dict[str, Any]
         pairs = [batch(held_out, chance) for _ in range(HELD_OUT)]
         losses = [float(decoder.loss_of(whole(inputs_BT), targets_BT)) for inputs_BT, targets_BT in pairs]
     parameters = sum(model.layer_parameters)
-    return {"channels": channels, "rate": rate, "seed": seed, "parameters": parameters, "loss": sum(losses) / HELD_OUT}
+    loss = round(sum(losses) / HELD_OUT, 4)
+    return {"channels": channels, "hidden": hidden, "rate": rate, "seed": seed, "parameters": parameters, "loss": loss}
 
 
 def speed(channels: int, wire: str, seconds: float) -> dict[str, Any]:
@@ -120,7 +124,8 @@ def speed(channels: int, wire: str, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="what a bottleneck costs in learning, and gains over thin links")
     parser.add_argument("what", choices=("loss", "speed"))
-    parser.add_argument("--channels", default="0,24,48", help="of the hidden values that blocks change; 0: all")
+    parser.add_argument("--channels", default="0,16,24", help="of the hidden values that blocks change; 0: all")
+    parser.add_argument("--hidden", default="512", help="channels of the feed-forward")
     parser.add_argument("--rates", default="3e-3")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", default="0")
@@ -134,11 +139,10 @@ def main() -> None:
             for wire in args.wires.split(","):
                 say(speed(channels, wire, args.seconds), args.json)
             continue
-        for rate in map(float, args.rates.split(",")):
-            for seed in map(int, args.seeds.split(",")):
-                began = time.process_time()
-                line = learned(channels, rate, args.steps, seed)
-                say(line | {"processor_s": round(time.process_time() - began)}, args.json)
+        for hidden, rate, seed in product(args.hidden.split(","), args.rates.split(","), args.seeds.split(",")):
+            began = time.process_time()
+            line = learned(channels, int(hidden), float(rate), args.steps, int(seed))
+            say(line | {"processor_s": round(time.process_time() - began)}, args.json)
 
 
 if __name__ == "__main__":
