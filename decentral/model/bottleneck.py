@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from decentral.core.config import ModelConfig
 
 FEATURE_SEED = 0  # all runs use the same signs, so that the config alone determines them
-FEATURE_SIZE = 0.5  # magnitude of a feature; see docs/results/routes.md for others
+FEATURE_SIZE = 0.5  # magnitude of a feature, about that of a trained model's hidden values
 
 
 class TokenFeatures(nn.Module):
