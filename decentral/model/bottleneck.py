@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from decentral.core.config import ModelConfig
 
 FEATURE_SEED = 0  # all runs use the same signs, so that the config alone determines them
-FEATURE_SIZE = 0.5  # magnitude of a feature, about that of a trained model's hidden values
+FEATURE_SIZE = 0.5  # magnitude of a feature; other magnitudes were not measured
 
 
 class TokenFeatures(nn.Module):
