@@ -310,7 +310,7 @@ class LocalSwarm:
     def launch(self, number: int, join: str | None) -> None:
         """Start a peer. It continues the run in its folder, or joins at `join`, or begins a run if `join` is None."""
         folder = self.folders()[number]
-        folder.mkdir(parents=True, exist_ok=True)
+        StateFolder.prepare(folder)
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--name", name_of_several(number)]
