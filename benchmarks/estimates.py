@@ -250,7 +250,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(";"), metavar="NAME;...", help="cases of the part")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a real interval")
     parser.add_argument("--virtual-s", type=float, default=3600.0, help="of a simulated run, of which two thirds count")
-    parser.add_argument("--budget-s", type=float, default=20.0, help="processor time of a simulated swarm's estimate")
+    parser.add_argument("--budget-s", type=float, default=60.0, help="processor time of a simulated swarm's estimate")
     parser.add_argument("--settle", type=float, default=25.0, help="seconds before a real interval")
     parser.add_argument("--seed", type=int, default=1, help="of simulated runs; estimates have 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to which each row is appended")

@@ -200,8 +200,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B: days and price"
     )
     parser.add_argument("--price", metavar="PRICE", help="of an hour of a device: 0.4, or 4090=0.35,A100=1.2")
-    search = "time limit of the search for routes and of the simulation; default 20 s"
-    parser.add_argument("--seconds", type=quantities.duration_s, default=20.0, metavar="TIME", help=search)
+    search = "time limit of the search for routes and of the simulation; default 60 s"
+    parser.add_argument("--seconds", type=quantities.duration_s, default=60.0, metavar="TIME", help=search)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
     return parser.parse_args(argv)
 

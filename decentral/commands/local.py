@@ -236,7 +236,8 @@ class LocalSwarm:
         """Wait until --stop-after is reached, counted from the time at which the last peer joined."""
         goal = self.flags.stop_after.value if self.flags.stop_after.kind == "s" else None
         if self.page and goal is not None:
-            self.page.tell("", self.now(), FactsLine(facts={"stop_after": f"{goal:g}s", "since": self.joined_at}))
+            facts = {"stop_after": str(self.flags.stop_after), "since": self.joined_at}
+            self.page.tell("", self.now(), FactsLine(facts=facts))
         with progress_bar(console, goal) as show:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
@@ -309,7 +310,7 @@ class LocalSwarm:
     def launch(self, number: int, join: str | None) -> None:
         """Start a peer. It continues the run in its folder, or joins at `join`, or begins a run if `join` is None."""
         folder = self.folders()[number]
-        folder.mkdir(parents=True, exist_ok=True)
+        StateFolder.prepare(folder)
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--name", name_of_several(number)]

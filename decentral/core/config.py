@@ -398,7 +398,7 @@ def _take_model(tree: dict[str, object], folder: str | None) -> None:
 
 def _read(path: str | Path | None) -> str:
     shipped = files("decentral.configs") / f"{path or 'default'}.yaml"
-    if path is None or (not Path(path).exists() and "/" not in str(path) and shipped.is_file()):
+    if path is None or (not Path(path).is_file() and "/" not in str(path) and shipped.is_file()):
         return shipped.read_text()
     try:
         return foreign_file.read_text(path, MAX_YAML_BYTES)

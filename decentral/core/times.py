@@ -13,15 +13,22 @@ def clock_time(t: Seconds) -> str:
 
 
 def duration(seconds: Seconds) -> str:
-    """Return a duration with one or two units: `47 s`, `4 min`, `2 h 5 min`, `3 d 4 h`; a negative one as `0 s`."""
+    """Return a duration with one or two units: `47 s`, `4 min`, `2 h 5 min`, `3 d`; a negative one as `0 s`."""
     whole = max(0, round(seconds))
     if whole < 2 * MINUTE_S:
         return f"{whole} s"
     if whole < 2 * HOUR_S:
         return f"{whole // MINUTE_S} min"
     if whole < 2 * DAY_S:
-        return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S} min"
-    return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
+        return f"{whole // HOUR_S} h" + (f" {rest} min" if (rest := whole % HOUR_S // MINUTE_S) else "")
+    return f"{whole // DAY_S} d" + (f" {rest} h" if (rest := whole % DAY_S // HOUR_S) else "")
+
+
+def precise(seconds: Seconds) -> str:
+    """Return a duration with its sign: `3.14 s` or `-3 s` below a minute, and in the units of `duration` above."""
+    if abs(seconds) < MINUTE_S:
+        return f"{seconds:.3g} s"
+    return "-" * (seconds < 0) + duration(abs(seconds))
 
 
 def ago(t: Seconds, now: Seconds) -> str:

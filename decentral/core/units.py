@@ -52,8 +52,11 @@ class Amount:
         raise UserError(f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {text!r}")
 
     def __str__(self) -> str:
-        """Return the amount as a user types it, such as `90s`."""
-        return f"{self.value:.15g}{self.kind}"
+        """Return the amount as a user types it, in the largest unit that leaves it whole: `90s`, `2h`, `3Mtokens`."""
+        letters, factors = ("wdhm", quantities.SECONDS) if self.kind == "s" else ("tbm", quantities.THOUSANDS)
+        letter = next((one for one in letters if self.value % factors[one] == 0), "")
+        number = f"{self.value / factors[letter]:.15g}"
+        return number + (letter or "s" if self.kind == "s" else letter.upper() + self.kind)
 
 
 def readable_bytes(count: float) -> str:

@@ -253,6 +253,8 @@ def checked_place(text: str, flag: str) -> str:
     if not is_address:
         if not text:
             raise UserError(f"{flag} expects a folder, s3://BUCKET/PATH or hf://USER/NAME; got nothing")
+        if re.match(r"[a-z0-9]{2,}:/?[^/]", text):
+            raise UserError(f"{flag} expects s3://BUCKET/PATH, or ./{text} for a folder of that name; got {text!r}")
         return str(Path(text).absolute())
     if "::" in text or not rest.strip("/") or re.search(r"[?#\s]|^[^/]*@", rest):
         credentials = "credentials belong in the provider's environment or files, such as AWS_ACCESS_KEY_ID"

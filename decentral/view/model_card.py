@@ -12,6 +12,7 @@ from decentral import __version__
 from decentral.core.config import Config
 from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import Json
+from decentral.core.times import duration
 from decentral.core.units import readable_number
 from decentral.view.loss_curve import LossCurve, sparkline
 from decentral.view.run_comparison import TrainedShare, flat
@@ -139,8 +140,8 @@ def _losses(facts: CardFacts) -> str:
         return "No journals with losses were at hand."
     count = len(curve.loss)
     chosen = sorted({round(number * (count - 1) / (CARD_POINTS - 1)) for number in range(CARD_POINTS)})
-    head = [f"| tokens | seconds | {curve.kind} loss |", "|---:|---:|---:|"]
-    rows = [f"| {curve.tokens[at]:,.0f} | {curve.seconds[at]:,.0f} | {curve.loss[at]:.4f} |" for at in chosen]
+    head = [f"| tokens | time | {curve.kind} loss |", "|---:|---:|---:|"]
+    rows = [f"| {curve.tokens[at]:,.0f} | {duration(curve.seconds[at])} | {curve.loss[at]:.4f} |" for at in chosen]
     return f"`{sparkline(curve.loss.tolist(), CARD_BARS)}`\n\n" + "\n".join([*head, *rows])
 
 

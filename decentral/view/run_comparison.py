@@ -12,7 +12,7 @@ import numpy as np
 from decentral.core import strict_json
 from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import Json, JsonObject
-from decentral.core.times import MINUTE_S, duration
+from decentral.core.times import duration, precise
 from decentral.core.units import Seconds, readable_number
 from decentral.view.loss_curve import Axis, LossCurve, LossKind, common, sparkline
 from decentral.view.run_history import PeerHistory, RunHistory
@@ -183,7 +183,7 @@ def _losses(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], s
 
 
 def _time(seconds: Seconds) -> str:
-    return duration(seconds) if seconds >= MINUTE_S else f"{seconds:.3g} s"
+    return precise(seconds)
 
 
 def _loss(value: float) -> str:

@@ -16,6 +16,7 @@ from decentral.core.journal.peer_totals import PeerTotals
 from decentral.core.peer_names import name_of_several, titled
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import TimeSpent
+from decentral.core.times import duration
 from decentral.core.units import plural, readable_bytes
 from decentral.peers.startup.state import StateFolder
 
@@ -112,7 +113,7 @@ def report(console: Console, result: Summary) -> None:
         )
     swarm = result["swarm"]
     console.print(
-        f"swarm: {swarm['tokens']:,} tokens in {swarm['seconds']:.0f} s ({swarm['tokens_per_s']:,.0f}/s), "
+        f"swarm: {swarm['tokens']:,} tokens in {duration(swarm['seconds'])} ({swarm['tokens_per_s']:,.0f}/s), "
         f"loss {readable(swarm['loss_first'])} -> {readable(swarm['loss_last'])}, "
         f"held-out loss of the average {readable(swarm['heldout_loss'])}, "
         f"replica spread {readable(swarm['replica_spread'], 4)}",

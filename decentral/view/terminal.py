@@ -151,7 +151,7 @@ def first_step(node: Node, now: Seconds) -> list[str]:
     if node.phase is not NodePhase.TRAINING or progress.tokens or progress.joined_at is None:
         return []
     taken_s = now - progress.joined_at
-    said = f"the first step is taking {taken_s:.0f} s (train.micro_batch {node.setup.config.train.micro_batch})"
+    said = f"the first step is taking {duration(taken_s)} (train.micro_batch {node.setup.config.train.micro_batch})"
     return [said] if taken_s >= LONG_STEP_S else []
 
 
@@ -304,4 +304,5 @@ def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
     if node.phase is not NodePhase.TRAINING or known is None:
         return 0.0, None, ""
     left = f", about {duration(known.left_s)} left" if known.left_s is not None else ""
-    return known.done, known.goal.value, f"{known.done:,.0f} of {known.goal}{left}"
+    done = duration(known.done) if known.goal.kind == "s" else f"{known.done:,.0f}"
+    return known.done, known.goal.value, f"{done} of {known.goal}{left}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from decentral.core.times import duration
 from decentral.core.units import Seconds
 
 MOST_AHEAD_S = 366 * 24 * 3600.0  # clocks that differ from ours by more than a year are ignored as wrong or malicious
@@ -79,5 +80,5 @@ def agreed_s(ahead_s: Sequence[Seconds]) -> Seconds:
 
 
 def difference(ahead_s: Seconds) -> str:
-    """Return `ahead_s` as text: `3600 s ahead of` for 3600, and `3600 s behind` for -3600."""
-    return f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+    """Return `ahead_s` as text: `2 h ahead of` for 7200, and `2 h behind` for -7200."""
+    return f"{duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"

@@ -101,6 +101,14 @@ class StateFolder:
                     left = _made_by_a_start(claimed.path) - before
                     _remove(claimed.path, left, [one.absolute() for one in made])
 
+    @classmethod
+    def prepare(cls, path: Path) -> None:
+        """Make the folder of a peer that another process will run; raise UserError as `claim` does."""
+        with writing("--state-dir", path, "folder"):
+            path.mkdir(parents=True, exist_ok=True)
+        with cls.claim(str(path)):
+            pass
+
     def _user(self) -> str:
         """Return the name and the process id of the peer that uses the folder, as far as they are known."""
         name: str | None = None

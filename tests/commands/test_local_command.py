@@ -88,6 +88,13 @@ def test_metrics_ports_beyond_the_last_one(capfd: pytest.CaptureFixture[str]) ->
     assert local.parse(["--peers", "4", "--metrics", "65532"]).metrics == ("127.0.0.1", 65532)
 
 
+def test_a_folder_in_which_a_peer_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with StateFolder.claim(str(tmp_path / "peer-0")):
+        said = refusal(capfd, "--peers", "2", "--state-dir", str(tmp_path))
+    assert said.startswith(f"--state-dir {tmp_path / 'peer-0'} is in use by another peer")
+    assert not (tmp_path / "peer-0" / "output.txt").exists()
+
+
 def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str]) -> None:
     expected = "--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got 'soon'"
     assert refusal(capfd, "--stop-after", "soon") == expected

@@ -194,6 +194,13 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     assert "expected at most 65536 bytes; it has 65537" in said
 
 
+def test_a_folder_hides_no_shipped_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = load("small")
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load("small") == shipped
+
+
 def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones(tmp_path: Path) -> None:
     line = refusal(path=tmp_path / "gone.yaml")
     assert "gone.yaml" in line

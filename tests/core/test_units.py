@@ -30,9 +30,20 @@ def test_anything_else_is_refused_with_what_is_expected(text: str) -> None:
         Amount.parse(text)
 
 
-@pytest.mark.parametrize("text", ["90s", "0.5s", "500steps", "2e6tokens", "1234567steps"])
+@pytest.mark.parametrize("text", ["90s", "0.5s", "500steps", "2e6tokens", "1234567steps", "2h", "90.5m", "3Mtokens"])
 def test_what_an_amount_prints_is_read_back_as_the_same(text: str) -> None:
     assert Amount.parse(str(Amount.parse(text))) == Amount.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        *(("7200s", "2h"), ("120m", "2h"), ("48h", "2d"), ("14d", "2w"), ("90s", "90s"), ("0.5s", "0.5s")),
+        *(("5400s", "90m"), ("2e6tokens", "2Mtokens"), ("1500Mtokens", "1500Mtokens"), ("2000steps", "2000steps")),
+    ],
+)
+def test_an_amount_is_shown_in_the_largest_unit_that_leaves_a_whole_number(text: str, shown: str) -> None:
+    assert str(Amount.parse(text)) == shown
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_a_repository_needs_its_user() -> None:
 
 def test_nothing_is_no_place() -> None:
     assert "got nothing" in refused("")
+    assert "expects s3://BUCKET/PATH, or ./s3:/bad for a folder" in refused("s3:/bad")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_the_metadata_are_yaml_and_the_sections_tell_who_and_how_well(history: R
     assert 'AutoModelForCausalLM.from_pretrained("THIS_FOLDER")' in body
     assert 'train.optimizer: "adamw"' in body
     assert "| 50.0% |" in body
-    assert "| 200,000 | 100 | 2.0000 |" in body
+    assert "| 200,000 | 100 s | 2.0000 |" in body
     assert "books" in body
     assert text.endswith(f"{MARK}\n")
 

@@ -245,7 +245,7 @@ def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path
     lines = uncolored(said).splitlines()
     assert len(lines) <= 23
     assert max(map(len, lines)) <= 80
-    for part in ("100 of 200s, about 100 s left", "held-out", "windows", "checkpoint", "warning: the disk is full"):
+    for part in ("100 s of 200s, about 100 s left", "held-out", "windows", "checkpoint", "warning: the disk is full"):
         assert part in said
     assert "a name of thirty-two characters!" in said
     assert "more" in lines[-1]
@@ -281,4 +281,4 @@ def test_plain_lines_have_the_goal_and_the_age_of_the_checkpoint(
     ours.progress.handle(jobs.Saved(7, 100, 0.1), NOW - 12)
     terminal.LineDisplay().update(ours, NOW)
     said = capsys.readouterr().out
-    assert "  checkpoint 12 s ago  goal 100 of 200s, about 100 s left\n" in said
+    assert "  checkpoint 12 s ago  goal 100 s of 200s, about 100 s left\n" in said

@@ -21,6 +21,7 @@ from decentral.core.journal.lines import Recorded, recorded
 from decentral.core.journal.peer_totals import WorkDone
 from decentral.core.peer_folders import lock_holders
 from decentral.core.peer_names import titled
+from decentral.core.times import duration, precise
 from decentral.core.units import MiB, Seconds
 from decentral.peers.startup.state import StateFolder
 
@@ -169,15 +170,15 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
     joined = bool(steps.stepped_at or tail.of_event(events.JoinedLine))
     if silent_s > SILENT_S:
         remedy = "its disk may be full (below), or its process hangs: read its output, and start it again"
-        return wrong("training", f"no journal line for {silent_s:.0f} s", remedy)
+        return wrong("training", f"no journal line for {duration(silent_s)}", remedy)
     if not joined:
         waits_s = now - tail.started_at
         if waits_s < SILENT_S:
-            return unknown("training", f"it started {waits_s:.0f} s ago and is joining", "check again in a minute")
+            return unknown("training", f"it started {duration(waits_s)} ago and is joining", "check again in a minute")
         reasons = Counter(line.reason for line in tail.of_event(events.DonorFailedLine))
         said = f"; donors failed: {_counted(reasons)}" if reasons else ""
         remedy = remedy_of(reasons.most_common(1)[0][0]) if reasons else "see whether other peers answer, above"
-        return wrong("training", f"it has not joined for {waits_s:.0f} s{said}", remedy)
+        return wrong("training", f"it has not joined for {duration(waits_s)}{said}", remedy)
     if not steps.stepped_at:
         return warn("training", "it has joined, but took no step in the last 10 minutes", "see layers and errors below")
     loss = "unknown" if steps.loss is None else f"{steps.loss:.4g}"
@@ -265,10 +266,10 @@ def troubles(tail: JournalTail) -> Iterator[Finding]:
         seen = f"journal lines lost: {lost.lines} ({lost.reason})"
         yield warn("journal lines", seen, "make room on the disk of the state folder")
     for jump in tail.last_of(events.ClockLine):
-        seen = f"this machine's clock has jumped by {jump.jumped_s:.4g} s"
+        seen = f"this machine's clock has jumped by {precise(jump.jumped_s)}"
         yield warn("clock jump", seen, "keep the clock with ntp; a running peer is not affected")
     for pause in tail.last_of(events.SuspendedLine):
-        seen = f"this machine, or the peer, was suspended for {pause.seconds:.4g} s"
+        seen = f"this machine, or the peer, was suspended for {precise(pause.seconds)}"
         yield warn("suspension", seen, "turn off sleep while the peer runs")
     for refusals in tail.last_of(events.RefusedLine):
         yield refused(refusals)

@@ -125,7 +125,7 @@ def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine],
     return Outlook(speed, spans, _limit(plan, topology, run), plan)
 
 
-def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 20.0) -> Forecast:
+def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 60.0) -> Forecast:
     """Predict the speed, layers and traffic of a swarm.
 
     Args:

@@ -29,7 +29,7 @@ from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
 # Tokens and bytes count only after this much virtual time; if less than twice as much is simulated, only in its second
 # half.
-WARM_UP_S = 400.0
+WARM_UP_S = 600.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
 LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up

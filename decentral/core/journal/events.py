@@ -12,6 +12,7 @@ from typing import assert_never
 
 from decentral.core.journal import field_kinds as kind
 from decentral.core.plain_text import plain_text
+from decentral.core.times import precise
 from decentral.core.units import plural
 
 TOLD_CHARS = 300  # people are shown at most this many characters of a reason
@@ -394,13 +395,13 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
             return PLAIN, f"starts on {plain_text(event.device)}"
         case JoinedLine():
             donors = f", state from {len(event.donors)}" if event.donors else ""
-            return GOOD, f"joined in {_amount(event.seconds)} s{donors}"
+            return GOOD, f"joined in {precise(event.seconds)}{donors}"
         case StoppedLine():
             return PLAIN, f"stopped: {_said(event.reason)}"
         case PlanLine():
             return PLAIN, f"follows a plan for {_amount(event.cost)} tokens/s: {_said(event.reason)}"
         case MoveLine(outcome="done"):
-            return GOOD, f"moved to {_layers(event)} in {_amount(event.seconds)} s"
+            return GOOD, f"moved to {_layers(event)} in {precise(event.seconds)}"
         case MoveLine():
             return WARNING, f"could not move to {_layers(event)}: {_said(event.reason)}"
         case ErrorLine() | UnheldLine() | BehindLine():
@@ -412,9 +413,9 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
         case RevokedLine():
             return WARNING, "received the founder's list of revoked invitations"
         case ClockLine():
-            return WARNING, f"its machine's clock jumped by {_amount(event.jumped_s)} s"
+            return WARNING, f"its machine's clock jumped by {precise(event.jumped_s)}"
         case SuspendedLine():
-            return WARNING, f"was stopped for {_amount(event.seconds)} s"
+            return WARNING, f"was stopped for {precise(event.seconds)}"
         case LostLine():
             return WARNING, f"lost {plural(event.lines, 'line')} of its journal: {_said(event.reason)}"
         case HookLine():

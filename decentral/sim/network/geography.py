@@ -46,7 +46,7 @@ class SwarmGeography:
         Its links are those of the topology's peer with index `number`, modulo the number of the topology's peers.
         Without a topology, its link is sampled around the typical link.
         """
-        self._places[peer] = number
+        self._places[peer] = number if self.topology is None else number % len(self.topology)
         draw = rng.stream(self.seed, "wires", number)
         typical = self.link.delay_s / 2, self.link.up, self.link.down
         half, up, down = (figure * draw.lognormvariate(0, self.link.spread) for figure in typical)
@@ -54,15 +54,15 @@ class SwarmGeography:
 
     def up(self, peer: PeerId) -> float:
         """Return the rate of a peer's uplink, in bytes/s."""
-        return self._own[peer][1] if self.topology is None else float(self.topology.up[self._at(peer)])
+        return self._own[peer][1] if self.topology is None else self.topology.up.item(self._places[peer])
 
     def down(self, peer: PeerId) -> float:
         """Return the rate of a peer's downlink, in bytes/s."""
-        return self._own[peer][2] if self.topology is None else float(self.topology.down[self._at(peer)])
+        return self._own[peer][2] if self.topology is None else self.topology.down.item(self._places[peer])
 
     def region(self, peer: PeerId) -> str:
         """Return the name of a peer's region in the topology; "" without a topology."""
-        return "" if self.topology is None else plain_text(self.topology.regions[self._at(peer)])
+        return "" if self.topology is None else plain_text(self.topology.regions[self._places[peer]])
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
         """Return the one-way delay of a message, processing included."""
@@ -76,14 +76,14 @@ class SwarmGeography:
         if self.topology is None:
             delay_s = self._own[source][0] + self._own[target][0]
         else:
-            delay_s = float(self.topology.delay_s[self._at(source), self._at(target)])
+            delay_s = self.topology.delay_s.item(self._places[source], self._places[target])
         relayed = self.relayed and (target in self.relayed or source in self.relayed)
         return delay_s * RELAY_DELAYS if relayed else delay_s
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         """Return the bytes/s that the path between two peers' access links carries; infinite without a limit."""
-        topology = self.topology
-        rate = float("inf") if topology is None else float(topology.bandwidth[self._at(source), self._at(target)])
+        topology, places = self.topology, self._places
+        rate = float("inf") if topology is None else topology.bandwidth.item(places[source], places[target])
         if self.relayed and (target in self.relayed or source in self.relayed):
             rate = min(rate, RELAY_RATE)
         if not self.degraded:
@@ -95,13 +95,9 @@ class SwarmGeography:
         """Return the links of sites that the path between two peers uses: none, one or two."""
         if self.topology is None or not self.topology.sites:
             return ()
-        own, other = self.topology.regions[self._at(source)], self.topology.regions[self._at(target)]
+        own, other = self.topology.regions[self._places[source]], self.topology.regions[self._places[target]]
         if own == other:
             return ()
         sites = self.topology.sites
         leaves = [SiteLink(site.region, True, site.up) for site in sites if site.region == own]
         return leaves + [SiteLink(site.region, False, site.down) for site in sites if site.region == other]
-
-    def _at(self, peer: PeerId) -> int:
-        assert self.topology is not None
-        return self._places[peer] % len(self.topology)

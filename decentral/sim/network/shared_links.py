@@ -69,6 +69,8 @@ class Transfer:
     size: int  # bytes
     sender: Sender
     done: Callable[[], None]
+    up: float  # bytes/s of the sender's uplink
+    down: float  # bytes/s of the receiver's downlink
     site_links: Sequence[SiteLink] = ()
     rate: float = 0.0  # bytes/s since `sender.at`; 0 while the transfer waits for acknowledgements
     timer: Timer | None = None
@@ -105,7 +107,9 @@ class SharedLinks:
     crossing: dict[SiteLink, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
     sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
-    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> transfers now
+    # (source, target) -> transfers now, and those of them that send and do not wait for acknowledgements
+    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
+    _in_flight: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
     # Sender -> its bandwidth probe, during which its other transfers pause (comm/net/uplink.py).
     _alone: dict[PeerId, Transfer] = field(default_factory=dict)
 
@@ -118,11 +122,12 @@ class SharedLinks:
         """
         self._sharing[source, target] += 1
         geography, window = self.geography, self._window(source, target)
-        path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
+        up, down = geography.up(source), geography.down(target)
+        path_rate = min(up, down, geography.bandwidth(source, target))
         round_trip_s = geography.round_trip_s(source, target)
         window.use(self.agenda.now, round_trip_s)
         sender = window.sender(size, path_rate, round_trip_s, 1 if alone else self._sharing[source, target])
-        transfer = Transfer(source, target, round(size), sender, done, geography.site_links(source, target))
+        transfer = Transfer(source, target, round(size), sender, done, up, down, geography.site_links(source, target))
         if alone:
             self._alone[source] = transfer
             self.agenda.after(PROBE_HOLD_S, lambda: self._let_others_go(transfer))
@@ -140,7 +145,7 @@ class SharedLinks:
             window.leave(transfer.sender, self.agenda.now, self._sharing[connection])
         self._sharing[connection] -= 1
         if not self._sharing[connection]:
-            del self._sharing[connection]
+            del self._sharing[connection], self._in_flight[connection]
         self.use(transfer.target, transfer.source)  # acknowledgements use the opposite direction
 
     def _let_others_go(self, transfer: Transfer) -> None:
@@ -181,6 +186,7 @@ class SharedLinks:
         sender.begin_round(self.agenda.now, self.queue_s(target, source))
         self.sending.setdefault(source, {})[transfer] = None
         self.receiving.setdefault(target, {})[transfer] = None
+        self._in_flight[source, target] += 1
         for link in transfer.site_links:
             self.crossing.setdefault(link, {})[transfer] = None
         self._share(transfer)
@@ -209,6 +215,7 @@ class SharedLinks:
         transfer.cancel()
         if transfer in self.sending.get(source, ()):
             del self.sending[source][transfer], self.receiving[target][transfer]
+            self._in_flight[source, target] -= 1
             for link in transfer.site_links:
                 del self.crossing[link][transfer]
             transfer.set_rate(0.0, self.agenda.now)
@@ -232,7 +239,7 @@ class SharedLinks:
             self._set_rate(transfer)
 
     def _set_rate(self, transfer: Transfer) -> None:
-        rate = 0.0 if self._pauses(transfer) else self._rate(transfer)
+        rate = 0.0 if self._alone and self._pauses(transfer) else self._rate(transfer)
         if rate == transfer.rate:
             return
         transfer.set_rate(rate, self.agenda.now)
@@ -247,12 +254,13 @@ class SharedLinks:
 
     def _rate(self, transfer: Transfer) -> float:
         """Return an unpaused transfer's bytes/s: its smallest share of any link."""
-        geography, received = self.geography, self.receiving[transfer.target]
-        sent = {transfer: None} if transfer.source in self._alone else self.sending[transfer.source]
-        rate = min(geography.up(transfer.source) / len(sent), geography.down(transfer.target) / len(received))
-        link = geography.bandwidth(transfer.source, transfer.target)
-        if link < rate * len(sent):  # else the path to the receiver is no bottleneck
-            rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
+        source, target = transfer.source, transfer.target
+        alone = source in self._alone
+        sent = 1 if alone else len(self.sending[source])
+        rate = min(transfer.up / sent, transfer.down / len(self.receiving[target]))
+        link = self.geography.bandwidth(source, target)
+        if link < rate * sent:  # else the path to the receiver is no bottleneck
+            rate = min(rate, link / (1 if alone else self._in_flight[source, target]))
         for shared in transfer.site_links:
             rate = min(rate, shared.rate / len(self.crossing[shared]))
         return rate

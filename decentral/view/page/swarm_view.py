@@ -20,6 +20,7 @@ from decentral.core.journal.field_kinds import OUTCOMES, MeasuredLink
 from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
+from decentral.core.times import duration
 from decentral.core.units import Seconds
 from decentral.view.page.events import EventLog
 from decentral.view.page.goal import amount_of, goal_json, towards_time
@@ -281,7 +282,7 @@ class SwarmView:
         if view.doubted > view.heard and quiet_s > MISSED_S:
             self._gone(view, self.now, "silent", f"{view.why}, says another peer")
         elif quiet_s > max(UNWRITTEN_S, SILENT_GAPS * view.gap_s):
-            self._gone(view, self.now, "silent", f"no line in its journal for {quiet_s:.0f} s")
+            self._gone(view, self.now, "silent", f"no line in its journal for {duration(quiet_s)}")
 
     def _gone(self, view: PeerView, t: Seconds, state: str, why: str) -> None:
         if view.become(state, t, why):

@@ -74,9 +74,12 @@ function sizeOf(id) {
   return { width: $(id).clientWidth, height: $(id).clientHeight };
 }
 
+// Seconds between the ticks of an axis of time, so that a clock shows round figures.
+const CLOCK_STEPS_S = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200].map((minutes) => 60 * minutes)];
+
 function axes(values, left, right) {
   const common = { stroke: color("soft"), grid: { stroke: color("faint"), width: 1 }, ticks: { stroke: color("line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-  const x = { ...common, size: 26, gap: 3, values: (_, ticks) => ticks.map(values) };
+  const x = { ...common, size: 26, gap: 3, ...(state.axis === "time" ? { incrs: CLOCK_STEPS_S } : {}), values: (_, ticks) => ticks.map(values) };
   const y = { ...common, size: 50, gap: 3, values: (_, ticks) => ticks.map(left) };
   return right ? [x, y, { ...common, side: 1, scale: "peers", size: 38, gap: 3, grid: { show: false }, values: (_, ticks) => ticks.map(right) }] : [x, y];
 }
