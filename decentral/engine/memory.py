@@ -54,7 +54,7 @@ PART_BYTES = 16  # if the loss is computed in parts of LOGITS_AT_ONCE logits, ea
 # the layer's tensors are unknown.
 UNKNOWN_LAYER_BYTES = 128
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-RETURNED_BYTES = 1 << 20  # after `give_back_what_is_freed`, glibc returns larger freed tensors to the system at once
+RETURNED_BYTES = 2 << 20  # after `give_back_what_is_freed`, glibc returns larger freed tensors to the system at once
 KEPT_BYTES = 16 << 20  # after `keep_what_is_freed`, glibc keeps freed tensors up to this size
 
 
@@ -289,7 +289,7 @@ def give_back_what_is_freed() -> None:
     the threshold, up to 32 MiB. With the default, a process took 1.4 times the memory of its layers after some
     micro-batches. On a system without glibc, this does nothing.
     """
-    _mallopt((M_MMAP_THRESHOLD, RETURNED_BYTES))
+    _mallopt((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, RETURNED_BYTES), (M_TRIM_THRESHOLD, 1 << 30))
 
 
 def keep_what_is_freed() -> None:
