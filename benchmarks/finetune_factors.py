@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.bare_loop import FastestOnCpu
 from benchmarks.finetune_base import CPU, PEER_HEADERS
 from decentral.core import config, rng
 from decentral.data import corpora
-from decentral.engine.muon import fastest_products
 from decentral.engine.optimizers import BETA1, BETA2
 from decentral.engine.step import Chain, held_out_loss
 from decentral.model import decoder
@@ -84,7 +84,7 @@ class Replica:
         nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with fastest_products(CPU.device):
+        with FastestOnCpu():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

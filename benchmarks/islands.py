@@ -6,7 +6,8 @@
 The first line measures the engine alone. For each number of ranks, fresh processes build the model, take steps, close
 and merge a window of every fragment with three partners' windows, serve a newcomer, and write a checkpoint and resume.
 A rank's memory is its peak of resident memory in that time, the process itself (torch, data) included. "of one" is the
-largest rank's against one process's; "without files" the same without pages of files, such as torch's libraries.
+largest rank's against one process's; "without files" the same without pages of files, such as torch's libraries;
+"without process" the same without what the process has before it builds the model.
 
 With --swarm, two islands of real peers join over loopback, and train and exchange windows for so many seconds.
 """
@@ -59,6 +60,7 @@ class Measured:
     ranks: int
     peaks: list[int]
     of_files: list[int]  # by rank: resident bytes of mapped files; most are torch's libraries, which processes share
+    before: list[int]  # by rank: resident bytes before the model is built
     counted: int  # bytes that engine/memory.py counts for a rank
     peaks_0: dict[str, int]  # rank 0's peaks after each kind of work
     losses: list[float]
@@ -87,6 +89,7 @@ def main() -> None:
         "others, MB": 11,
         "of one": 7,
         "without files": 15,
+        "without process": 17,
         "counted, MB": 12,
         "step, s": 8,
     }
@@ -101,10 +104,12 @@ def main() -> None:
 def _line(row: Measured, first: Measured) -> str:
     own = [peak - files for peak, files in zip(row.peaks, row.of_files, strict=True)]
     alone = first.peaks[0] - first.of_files[0]
+    built = first.peaks[0] - first.before[0]
+    added = [peak - before for peak, before in zip(row.peaks, row.before, strict=True)]
     others = f"{max(row.peaks[1:]) / MB:.0f}" if row.ranks > 1 else "-"
     return (
         f"{row.ranks:>5} {row.peaks[0] / MB:>11.0f} {others:>11} {max(row.peaks) / first.peaks[0]:>7.2f} "
-        f"{max(own) / alone:>15.2f} {row.counted / MB:>12.0f} {row.step_s:>8.2f}"
+        f"{max(own) / alone:>15.2f} {max(added) / built:>17.2f} {row.counted / MB:>12.0f} {row.step_s:>8.2f}"
     )
 
 
@@ -129,10 +134,9 @@ def measure(overrides: list[str], ranks: int, split: Split) -> Measured:
         assert all(process.exitcode == 0 for process in processes), "a rank failed"
         found = json.loads((Path(folder) / "found.json").read_text())
         ended = [json.loads((Path(folder) / f"rank-{rank}").read_text()) for rank in range(ranks)]
-    peaks, of_files = [one[0] for one in ended], [one[1] for one in ended]
-    return Measured(
-        ranks=ranks, peaks=peaks, of_files=of_files, counted=needs.span_bytes(0, len(needs.fragments)), **found
-    )
+    peaks, of_files, before = ([one[place] for one in ended] for place in range(3))
+    counted = needs.span_bytes(0, len(needs.fragments))
+    return Measured(ranks=ranks, peaks=peaks, of_files=of_files, before=before, counted=counted, **found)
 
 
 def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], folder: Path, done: Barrier) -> None:
@@ -144,24 +148,27 @@ def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], 
         assert island is not None
         assignment = island.assignment()
         assert assignment is not None
-        memory.give_back_what_is_freed()
+        memory.give_back_what_is_freed(ranks)
+        before = resident("VmRSS")
         follow(island, assignment, Device(CPU, torch.float32, ranks=island))
     else:
-        _lead(island, split, config.load(None, overrides), folder)
-    (folder / f"rank-{rank}").write_text(json.dumps([resident("VmHWM"), resident("RssFile")]))
+        before = _lead(island, split, config.load(None, overrides), folder)
+    (folder / f"rank-{rank}").write_text(json.dumps([resident("VmHWM"), resident("RssFile"), before]))
     done.wait()
 
 
-def _lead(island: Island | None, split: Split, run: config.Config, folder: Path) -> None:
+def _lead(island: Island | None, split: Split, run: config.Config, folder: Path) -> int:
+    """Train and gossip as rank 0. Returns its resident bytes before it builds the model."""
     sequences = run.train.micro_batch
     assert isinstance(sequences, int)
     if island is not None:
         island.decide(split)
         island.assign(Assignment(run, PeerId("A"), sequences, split))
-    memory.give_back_what_is_freed()
+    memory.give_back_what_is_freed(island.size if island else 1)
     device = Device(CPU, torch.float32, ranks=island or ALONE)
     corpus = corpora.load(run.data, run.model)
     kernels, _ = best_kernels(CPU, blockwise)
+    before = resident("VmRSS")
     compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder, kernels=kernels))
     began = time.perf_counter()
     losses = [compute.step().loss for _ in range(STEPS)]
@@ -186,6 +193,7 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
     (folder / "found.json").write_text(json.dumps({"peaks_0": peaks, "losses": losses, "step_s": step_s}))
     if island is not None:
         island.close()
+    return before
 
 
 # A swarm

@@ -138,7 +138,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "commands": "dashboard",
     },
     "threading": {
-        "engine": "compute shards threads",
+        "engine": "compute muon shards threads",
         "peers.runtime": "host",
         "view": "event_hooks metrics_server scalar_logs webhook",
         "commands": "lifeline shared",

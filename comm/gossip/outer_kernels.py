@@ -16,7 +16,8 @@ Start at the protocol `OuterKernels`; `TorchKernels` is the reference. The algor
             keep a part of the training that is not published yet (comm/gossip/pull_rule.py).
             The correction is added to the live weights between two steps. rho is the share of the correction that is
             applied; a later correction gets a smaller rho (`rho_of`). Then baseline = baseline + residual, and the next
-            close begins with a residual of zero, since one vector takes less memory than two.
+            close begins with a residual of zero, since one vector takes less memory than two. Large fragments keep the
+            residual in int8 (`PullRule`).
 
 A window is the time between two closes. The snapshot is a copy of the live weights at the window's end. The baseline is
 the snapshot of the last window plus all later corrections. phi are the slow weights, which partners pull.

@@ -33,6 +33,7 @@ PSEUDO_GRADIENT = "pseudo_gradient"
 ROUNDING = 1e-6
 # After a merge, the live weights keep this share of what a sparse window has not sent (docs/results/convergence.md).
 UNSENT_KEPT = 0.25
+LARGE_ELEMENTS = 1 << 20  # a fragment with this many parameters rounds its residual; a smaller one takes little memory
 
 
 class PullRule(UpdateRule):
@@ -41,7 +42,14 @@ class PullRule(UpdateRule):
     In a new rule both are the same vector. The residual (the quantisation error that no window has published yet) is a
     vector of its own only between a close and its merge; at other times the baseline includes it. So gossip takes 8
     bytes of memory for each parameter, and 4 more for a fragment whose window waits for its merge.
+
+    A large fragment rounds its residual to int8, and has no baseline where that is phi plus the residual: after a merge
+    that applies its whole correction, as all do with Muon. So it takes 5 bytes then, and 9 while a window waits. The
+    rounding moves what the next window publishes by at most a 500th of the step between two levels of q4.
     """
+
+    rounds_residual = True
+    """Whether large fragments round their residuals."""
 
     on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
     donated: Mapping[str, str] = {"phi": "fp32"}
@@ -54,10 +62,9 @@ class PullRule(UpdateRule):
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
-        # The weights from which the next pseudo-gradient is measured: theta at the last close of a window, plus all
-        # corrections since then, and plus the residual while no window waits for its merge.
-        self.baseline = self.phi
-        self.residual: Tensor | None = None
+        self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
+        self._baseline: Tensor | None = None  # None: the baseline is phi plus the residual
+        self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
         self.history = PartnerHistory()
         # The secret positions at which peers' vectors are compared; chosen at the first merge.
         self.sample: WindowSample | None = None
@@ -74,14 +81,43 @@ class PullRule(UpdateRule):
         self._end_unmerged()
         kernels, codes = self.tools.kernels, self.sparse if self.sparsely else self.sections
         code = codes[PSEUDO_GRADIENT]
-        residual = self.tools.vector(self.elements).zero_()
-        blob, length = kernels.close(theta, self.baseline, residual, code)
+        residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
+        blob, length = kernels.close(theta, baseline, residual, code)
         self.history.experience.closed(length)
         self.baseline, self.residual = theta, residual
         self.unsent_kept = UNSENT_KEPT if code == SPARSE_CODEC else 0.0
         sent = blob if code == PSEUDO_GRADIENT_CODEC else kernels.narrow(code, blob, self.elements)
         packer.add_encoded(PSEUDO_GRADIENT, code, self.elements, sent)
         self.closed = window, blob
+
+    @property
+    def baseline(self) -> Tensor:
+        """The weights from which the next pseudo-gradient is measured, fp32 [n]; do not change it in place.
+
+        They are theta at the last close of a window, plus all corrections since then, and plus the residual while no
+        window waits for its merge.
+        """
+        if self._baseline is not None:
+            return self._baseline
+        residual = self.residual
+        return self.phi if residual is None else self.tools.vector(self.elements).copy_(self.phi).add_(residual)
+
+    @baseline.setter
+    def baseline(self, vector: Tensor) -> None:
+        self._baseline = None if self._rounds and vector is self.phi else vector
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The quantisation error that no window has published yet, fp32 [n], if it is kept apart; else None."""
+        kept = self._residual
+        return self.tools.codecs.decode(SLOW_WEIGHTS_CODEC, kept, self.elements) if isinstance(kept, bytes) else kept
+
+    @residual.setter
+    def residual(self, vector: Tensor | None) -> None:
+        if self._rounds and vector is not None:
+            self._residual = self.tools.codecs.encode(SLOW_WEIGHTS_CODEC, vector)
+        else:
+            self._residual = vector
 
     def encode(self, packer: Packer) -> None:
         """Pack the slow weights phi."""
@@ -112,8 +148,7 @@ class PullRule(UpdateRule):
         possible = [one for one in partners if experience.possible(one.length)]
         progress = experience.usual_progress([(one.peer, one.length) for one in possible])
         if self.sample is None:
-            assert self.residual is not None, "a closed window has a residual"
-            self.sample = WindowSample.drawn(self.elements, self.residual)
+            self.sample = WindowSample.drawn(self.elements, self._error())
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
         lengths = [min(one.length, progress) for one in partners if one.phi is not None]
         among = dict(zip(apart, outliers.trust([*apart.items()], lengths), strict=True))
@@ -136,7 +171,7 @@ class PullRule(UpdateRule):
         )
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
         self._keep_unsent(vectors, rho * self.unsent_kept)
-        self._end_window()  # only now: if the kernel runs out of memory, the final checkpoint includes the window
+        self._end_window(rho)  # only now: if the kernel runs out of memory, the final checkpoint includes the window
         return Correction(vectors.correction)
 
     def fold(self, theta: Tensor) -> Correction | None:
@@ -149,10 +184,10 @@ class PullRule(UpdateRule):
         self._end_unmerged()
         owed = torch.sub(self.baseline, theta, out=self.tools.vector(self.elements))
         self.phi.sub_(owed)
-        self.baseline, correction = theta, torch.sub(self.phi, theta, out=owed)
+        self.baseline, self.residual, correction = theta, None, torch.sub(self.phi, theta, out=owed)
         if float(torch.linalg.vector_norm(correction)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
             return None  # theta equals phi up to rounding; the baseline keeps the tiny difference
-        self.baseline.add_(correction)
+        self.baseline = self.phi if self._rounds else self.baseline.add_(correction)
         return Correction(correction)
 
     def _end_unmerged(self) -> None:
@@ -164,15 +199,26 @@ class PullRule(UpdateRule):
     def _keep_unsent(self, vectors: OuterVectors, share: float) -> None:
         """Change a merge so that the live weights keep this share of the training that is not published yet."""
         if share:
-            assert self.residual is not None, "a closed window has a residual"
-            vectors.correction.sub_(self.residual, alpha=share)
-            vectors.baseline.sub_(self.residual, alpha=share)
+            error = self._error()
+            vectors.correction.sub_(error, alpha=share)
+            vectors.baseline.sub_(error, alpha=share)
 
-    def _end_window(self) -> None:
-        """Add the residual of the closed window to the baseline, and free it."""
-        assert self.residual is not None, "a closed window has a residual"
-        self.baseline.add_(self.residual)
-        self.closed = self.residual = None
+    def _error(self) -> Tensor:
+        """Return the residual of the closed window."""
+        residual = self.residual
+        assert residual is not None, "a closed window has a residual"
+        return residual
+
+    def _end_window(self, rho: float = 0.0) -> None:
+        """Let the baseline include the residual of the closed window. `rho`: the share of the correction in it."""
+        if self._rounds and rho == 1.0:  # the baseline is phi now, less the share that `_keep_unsent` has taken
+            if self.unsent_kept:
+                self.residual = self._error() * (1.0 - self.unsent_kept)
+            self.baseline = self.phi
+        else:
+            self.baseline = self.baseline.add_(self._error())
+            self.residual = None
+        self.closed = None
 
     def published(self) -> Tensor | None:
         """Return the quantised pseudo-gradient, fp32 [n], of the closed window; None if it is merged already."""
@@ -193,9 +239,9 @@ class PullRule(UpdateRule):
         restart loses partners' windows.
         """
         published, owed = self.published(), self.baseline - theta
-        if published is None or self.residual is None:
+        if published is None:
             return {"phi": self.phi, "owed": owed}
-        return {"phi": self.phi - published, "owed": owed.add_(self.residual)}
+        return {"phi": self.phi - published, "owed": owed.add_(self._error())}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Continue with the weights `theta` and a checkpoint's `state`; with an empty state, start with phi = theta."""

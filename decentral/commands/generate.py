@@ -22,8 +22,7 @@ from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.peer_folders import state_folders
 from decentral.core.plain_text import printable, printable_lines
-from decentral.core.sampling import Sampling
-from decentral.peers.joining.fetch import MOST_HOLDERS
+from decentral.core.sampling import MOST_HOLDERS, Sampling
 
 MOST_GENERATED = 1 << 20
 HOTTEST = 100.0  # highest --temperature; at this value all tokens are about equally likely

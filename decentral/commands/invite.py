@@ -30,7 +30,6 @@ from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds, plural
 from decentral.peers.membership import records
-from decentral.peers.membership.record_gossip import RECORDS_DEADLINE_S
 from decentral.peers.membership.revocation_watch import COPY_S
 from decentral.peers.membership.swarm_size import key_of
 from decentral.peers.startup import invitation_files
@@ -151,6 +150,8 @@ async def _tell(swarm: VisitedSwarm, founder: FounderFile, until: Seconds) -> tu
 
 async def _answer(swarm: VisitedSwarm, peer: PeerId, query: Envelope) -> PeerRecords | None:
     """Return the peer's answer to the query; None if the peer cannot be asked or sends another kind of message."""
+    from decentral.peers.membership.record_gossip import RECORDS_DEADLINE_S  # loads numpy
+
     with suppress(AskError):
         answer = (await swarm.transport.ask(peer, query, RECORDS_DEADLINE_S, 0)).envelope.message
         return answer if isinstance(answer, PeerRecords) else None

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MOST_HOLDERS = 16  # text comes from the mean of at most this many peers' weights; more would change the mean little
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -163,7 +163,7 @@ def _follow(device: str, throttle: float, island: Island) -> None:
         train = assignment.run.train
         chosen = measure.choose(device, train.dtype, throttle, train.emulated_micro_batch_s)
         if island.sharded:
-            memory.give_back_what_is_freed()
+            memory.give_back_what_is_freed(island.size)
         follow(island, assignment, replace(chosen, ranks=island))
     island.close()
 

@@ -55,6 +55,9 @@ PART_BYTES = 16  # if the loss is computed in parts of LOGITS_AT_ONCE logits, ea
 UNKNOWN_LAYER_BYTES = 128
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 RETURNED_BYTES = 1 << 20  # after `give_back_what_is_freed`, glibc returns larger freed tensors to the system at once
+# A peer that trains a large model with Muon keeps freed tensors up to this size: oneDNN's products allocate and free
+# 1,300 buffers of 1.2 MB in each step of 85 M parameters.
+PRODUCT_BYTES = 2 << 20
 KEPT_BYTES = 16 << 20  # after `keep_what_is_freed`, glibc keeps freed tensors up to this size
 
 
@@ -269,36 +272,44 @@ def copies_that_fit(run: config.Config, wanted: int, machine_bytes: int) -> int:
     return min(wanted, fit)
 
 
-def choose_what_is_kept(run: config.Config, whole: bool) -> None:
-    """Keep or return freed CPU tensors, whichever suits the run. `whole`: whether this process has the whole model.
+def choose_what_is_kept(run: config.Config, whole: bool, ranks: int = 1) -> None:
+    """Keep or return freed CPU tensors, whichever suits the run.
 
-    New pages for the gradients cost 0.15 s in each step of 85 M parameters. That is 15% of a step with AdamW, and below
-    1% of a step with Muon, so a peer that trains a large model with Muon returns its gradients, 4 bytes a parameter.
+    New pages for the gradients cost 0.2 s in each step of 85 M parameters: 15% of a step with AdamW, 5% with Muon. A
+    peer that trains a large model with Muon pays that, and returns its gradients, 4 bytes a parameter.
+
+    Args:
+        run: The run's config.
+        whole: Whether this process has the whole model.
+        ranks: The number of ranks that divide each tensor.
     """
     large = sum(decoder.parameters(run.model)) > AT_ONCE_ELEMENTS
-    if not whole or (large and OPTIMIZERS[run.train.optimizer].stretch):
-        give_back_what_is_freed()
+    if not whole:
+        give_back_what_is_freed(ranks)
     else:
-        keep_what_is_freed()
+        keep_what_is_freed(PRODUCT_BYTES if large and OPTIMIZERS[run.train.optimizer].stretch else KEPT_BYTES)
 
 
-def give_back_what_is_freed() -> None:
+def give_back_what_is_freed(ranks: int = 1) -> None:
     """Make this process return freed CPU tensors above RETURNED_BYTES to the system at once.
 
     By default glibc keeps freed tensors that are smaller than a threshold, and each larger tensor that is freed raises
     the threshold, up to 32 MiB. With the default, a process took 1.4 times the memory of its layers after some
     micro-batches. On a system without glibc, this does nothing.
+
+    Args:
+        ranks: The number of ranks that divide each tensor; the limit is divided by it.
     """
-    _mallopt((M_MMAP_THRESHOLD, RETURNED_BYTES))
+    _mallopt((M_MMAP_THRESHOLD, RETURNED_BYTES // ranks))
 
 
-def keep_what_is_freed() -> None:
-    """Make this process keep freed CPU tensors of up to KEPT_BYTES, since the next step allocates the same sizes.
+def keep_what_is_freed(up_to_bytes: int = KEPT_BYTES) -> None:
+    """Make this process keep freed CPU tensors of up to this size, since the next step allocates the same sizes.
 
     Call it in a peer that holds the whole model. By default glibc shrinks the training thread's heap again and again,
     which costs ten thousand new memory pages per second and 3% of the training speed (measured with 0.47 M parameters).
     """
-    _mallopt((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, 1 << 30))
+    _mallopt((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, up_to_bytes), (M_TRIM_THRESHOLD, 1 << 30))
 
 
 def _mallopt(*options: tuple[int, int]) -> None:

@@ -4,20 +4,19 @@ Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matr
 semi-orthogonal matrix, with five Newton-Schulz iterations. Its steps are scaled to the root mean square of AdamW's (Liu
 et al., arXiv 2502.16982, section 2.2), so that both optimizers can use one learning rate. Start at `muon_step`.
 
-On a CPU the step is that of torch.optim.Muon, with matrix products in fp32 where fp32 is faster. torch.optim.Muon runs
-about 25 small kernels for each matrix, and a GPU would wait for its host between them. On a GPU, `batched_step`
-therefore multiplies matrices of the same shape in batches.
+On a CPU the step is that of torch.optim.Muon, with matrix products in fp32 where fp32 is faster, and with temporary
+matrices that all steps share. torch.optim.Muon runs about 25 small kernels for each matrix, and a GPU would wait for
+its host between them. On a GPU, `batched_step` therefore multiplies matrices of the same shape in batches.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
-from torch.overrides import BaseTorchFunctionMode
 
 from decentral.core.config import TrainConfig
 from decentral.engine.optimizers import Operands, views
@@ -66,12 +65,9 @@ def muon_step(
 ) -> None:
     """Take one Muon step with all matrices; matrices and momenta change in place.
 
-    On a CPU this calls the function behind torch.optim.Muon, since the class itself would load torch's compiler, which
-    costs a second of processor time in each peer's first step.
-
     Args:
         matrices: Weights, fp32.
-        gradients: The weights' gradients, with the same shapes.
+        gradients: The weights' gradients, with the same shapes. On a CPU the step overwrites them.
         momenta: The weights' momenta, with the same shapes.
         rate: The learning rate.
         decay: The weight decay.
@@ -83,23 +79,11 @@ def muon_step(
         return
     if void is not None and void:
         return
-    from torch.optim._muon import muon
-
-    with fastest_products(matrices[0].device):
-        muon(
-            list(matrices),
-            list(gradients),
-            list(momenta),
-            lr=rate,
-            weight_decay=decay,
-            momentum=MOMENTUM,
-            nesterov=True,
-            ns_coefficients=_NEWTON_SCHULZ,
-            ns_steps=_ITERATIONS,
-            eps=_EPSILON,
-            adjust_lr_fn="match_rms_adamw",
-            has_complex=False,
-        )
+    for matrix, gradient, momentum in zip(matrices, gradients, momenta, strict=True):
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        update = _orthogonalised(gradient.lerp_(momentum, MOMENTUM))  # Nesterov's momentum
+        matrix.mul_(1 - rate * decay)
+        matrix.add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape)))
 
 
 def batched_step(
@@ -151,9 +135,51 @@ def _semi_orthogonal(wide_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
-def fastest_products(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which torch.optim.Muon on a CPU multiplies in fp32 where fp32 is faster than bf16."""
-    return _FastestOnCpu() if device.type == "cpu" else nullcontext()
+class _Scratch(threading.local):
+    """A thread's memory for the matrices of Newton-Schulz iterations, so that no iteration allocates a matrix.
+
+    New memory would come from the system: 59,000 pages in each step of a model of 85 M parameters.
+    """
+
+    def __init__(self) -> None:
+        self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def matrix(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return a matrix with any values. The next call with this name and dtype returns the same memory."""
+        vector = self._vectors.get((name, dtype))
+        if vector is None or len(vector) < rows * columns:
+            vector = self._vectors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+        return vector[: rows * columns].view(rows, columns)
+
+
+_scratch = _Scratch()
+
+
+def _orthogonalised(matrix: Tensor) -> Tensor:
+    """Bring a CPU matrix's singular values near 1 by Newton-Schulz iterations, in place, and return the matrix."""
+    a, b, c = _NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    rows, columns = sorted(matrix.shape)
+    dtype = product_dtype(matrix)
+    gram_RR, update_RR = (_scratch.matrix(name, rows, rows, dtype) for name in ("gram", "update"))
+    first, second = (_scratch.matrix(name, rows, columns, dtype) for name in ("first", "second"))
+    x_RC = matrix if dtype == matrix.dtype else first.view(matrix.shape).copy_(matrix)
+    x_RC = x_RC.mT if tall else x_RC
+    x_RC.div_(x_RC.norm().clamp(min=_EPSILON))
+    for number in range(_ITERATIONS):
+        torch.mm(x_RC, x_RC.mT, out=gram_RR)
+        torch.addmm(gram_RR, gram_RR, gram_RR, beta=b, alpha=c, out=update_RR)
+        x_RC = torch.addmm(x_RC, update_RR, x_RC, beta=a, out=first if number % 2 else second)
+    return matrix.copy_(x_RC.mT if tall else x_RC)
+
+
+def product_dtype(matrix: Tensor) -> torch.dtype:
+    """Return the dtype in which this CPU takes less time for the products of a Muon step with this fp32 matrix.
+
+    A CPU without bf16 units takes about twice as long in bf16; a CPU with bf16 units takes half as long, except for
+    small matrices (docs/results/benchmarks.md).
+    """
+    return torch.bfloat16 if cpu_multiplies_bf16() and min(matrix.shape) >= _BF16_SIDE else torch.float32
 
 
 @cache
@@ -161,23 +187,3 @@ def cpu_multiplies_bf16() -> bool:
     """Return whether this processor has instructions for products in bf16."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-class _FastestOnCpu(BaseTorchFunctionMode):
-    """A context in which a tensor's conversion to bf16 returns an fp32 copy, unless this CPU is faster in bf16.
-
-    torch.optim.Muon converts matrices to bf16 for a GPU's tensor cores. A CPU without bf16 units takes about twice as
-    long in bf16; a CPU with bf16 units takes half as long, except for small matrices (docs/results/benchmarks.md).
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Tensor] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Call the function; for a conversion to bf16, return an fp32 copy unless this CPU is faster in bf16."""
-        if func is Tensor.bfloat16 and not (cpu_multiplies_bf16() and min(args[0].shape) >= _BF16_SIDE):
-            return args[0].to(torch.float32, copy=True)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

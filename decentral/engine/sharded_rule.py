@@ -38,6 +38,8 @@ class ShardedGossip(FragmentGossip):
 class ShardedPullRule(PullRule):
     """`PullRule` whose vectors are whole on rank 0 only while a method needs them."""
 
+    rounds_residual = False
+
     def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
         """Begin with phi = theta on all ranks."""
         self.live, self.shards, self.index = live, live.ranks.shards, live.fragment.index
@@ -108,7 +110,7 @@ class ShardedPullRule(PullRule):
         self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
         return correction
 
-    def _end_window(self) -> None:
+    def _end_window(self, rho: float = 0.0) -> None:
         """Forget the closed window. `merge` and `_end_unmerged` add the residual to the baseline afterwards."""
         self.closed = None
 

@@ -26,10 +26,11 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.peer_folders import newest_of_each_peer, state_folders
 from decentral.core.plain_text import plain_text
+from decentral.core.sampling import MOST_HOLDERS
 from decentral.core.synthetic import Blob
 from decentral.engine import checkpoint, measure, memory
 from decentral.engine.fragment import fragments_of
-from decentral.peers.joining.fetch import MOST_HOLDERS, PIECE_BYTES, PIECE_DEADLINE_S, Incoming
+from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.startup import state
 from decentral.peers.startup.invitation_files import read_holding

@@ -35,7 +35,6 @@ IN_FLIGHT = 2
 FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
 FAILURES = 2
 PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a donor must send at least 35 kB/s
-MOST_HOLDERS = 16  # decentral.generate averages at most this many peers' weights; more would change the mean little
 
 
 @dataclass(slots=True)

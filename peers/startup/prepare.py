@@ -152,7 +152,8 @@ async def prepare(
     run, own, flags, folder = access.config, request.own, start.flags, start.folder
     device = measure.choose(start.device, run.train.dtype, flags.peer.throttle, run.train.emulated_micro_batch_s)
     device = replace(device, ranks=start.island or ALONE)
-    memory.choose_what_is_kept(run, whole=claimed.span is None and not device.ranks.sharded)
+    sharded = device.ranks.sharded
+    memory.choose_what_is_kept(run, claimed.span is None and not sharded, device.ranks.size if sharded else 1)
     run_inputs.check(run, begun=request.kept is not None)
     shared.stage(f"loading the data ({run.data.kind})")
     corpus = data.load(run.data, run.model)

@@ -94,6 +94,14 @@ def test_a_config_and_the_help_of_every_command_load_no_large_library() -> None:
     assert json.loads(done.stdout) == {name: [] for name in ("Config()", *COMMANDS)}
 
 
+def test_the_help_of_commands_that_compute_nothing_loads_no_numpy() -> None:
+    """numpy costs a tenth of a second of processor time, and help must take at most half a second."""
+    names = sorted(COMMANDS.keys() - {"estimate", "plan", "compare", "new", "tokenize", "report"})
+    code = "import sys; from decentral.commands.table import module_of"
+    code += f"; [module_of(name) for name in {names}]; print('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
 WRONG = [
     ("peer", ["nosuch"]),
     ("peer", ["--set", "gossip.windows_s=2"]),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks import outer_step
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Packer, unpack
-from decentral.comm.gossip import update_rules
+from decentral.comm.gossip import pull_rule, update_rules
 from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, TorchKernels, rho_of
 from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT, UNSENT_KEPT, PullRule
 from decentral.comm.gossip.update_rules import Correction, RuleTools, UpdateRule
@@ -294,6 +294,35 @@ def test_a_merge_leaves_a_part_of_what_a_sparse_window_keeps_back_in_the_live_we
     one.merge([])
     assert torch.allclose(one.live.theta, start - published - UNSENT_KEPT * kept_back, rtol=0, atol=1e-6)
     assert torch.allclose(one.state()["owed"], kept_back, rtol=0, atol=1e-6), "and all of it is owed"
+
+
+@pytest.mark.parametrize("code", ["q4", "q1", "sparse"])
+def test_a_large_fragment_keeps_no_baseline_between_windows_and_owes_what_it_has_not_published(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_rule, "LARGE_ELEMENTS", SIZE)
+    one = Replica("pull", "A", code=code)
+    expected = one.live.theta.clone()
+    for window in range(6):
+        before = one.live.theta.clone()
+        one.train(seed=window)
+        expected += one.live.theta - before
+        one.close()
+        assert vectors_of(one) == 2, "phi, and theta at the close"
+        one.merge([])
+        assert vectors_of(one) == 1, "phi"
+        state = one.state()
+        most = float(state["owed"].abs().max()) / 127  # one level of int8; sparse rounds twice by half a level
+        assert torch.allclose(state["phi"] - state["owed"], expected, rtol=0, atol=(window + 1) * most + 1e-6)
+    folded = one.gossiped.rule.fold(one.copied())
+    assert folded is not None
+    assert vectors_of(one) == 1, "phi"
+    assert torch.equal(one.pull.baseline, one.pull.phi)
+
+
+def vectors_of(one: Replica) -> int:
+    """How many vectors of the fragment's size its rule holds."""
+    return sum(isinstance(value, Tensor) and len(value) == SIZE for value in vars(one.rule).values())
 
 
 def q4(values: Tensor) -> Tensor:
