@@ -209,7 +209,7 @@ class Engine:
         self._cancel()
         if beside_s:
             self.agenda.after(job_s + beside_s, lambda: self.reporter.report(job, outcome))
-        self.agenda.after(job_s, lambda: self._done(None if beside_s else (job, outcome)))
+        self.agenda.after(job_s, lambda: self._done(job, None if beside_s else outcome))
 
     def _encode(self, job: jobs.EncodeSections) -> None:
         """Do a job in the background worker while training continues, like the worker thread of engine/threads.py."""
@@ -219,10 +219,10 @@ class Engine:
         self._beside_until = max(self.agenda.now, self._beside_until) + job_s
         self.agenda.at(self._beside_until, lambda: self.reporter.report(job, outcome))
 
-    def _done(self, ended: tuple[jobs.Job, jobs.Outcome] | None) -> None:
-        """Report the job that has ended, unless the worker goes on with it, and begin the next job."""
-        if ended is not None:
-            self.reporter.report(*ended)
+    def _done(self, job: jobs.Job, outcome: jobs.Outcome | None) -> None:
+        """Report a job's outcome (None: the worker goes on with the job), and begin the next job."""
+        if outcome is not None:
+            self.reporter.report(job, outcome)
         self.doing = False
         self._go_on()
 
