@@ -46,6 +46,7 @@ from decentral.sim.network.virtual_network import Network, Port
 from decentral.sim.network.virtual_uplink import VirtualUplink
 
 EVALUATION_S = 1.0
+COPIED_SHARE = 0.1  # training waits for this share of a checkpoint's time, while states are copied; then it goes on
 EARLY_S = 1e-6  # Unix times are so large that rounding may let a timer fire early by this much
 Respond = Callable[[Envelope], None]
 
@@ -196,15 +197,19 @@ class Engine:
         part = self.training.work(job)
         computing_s = part * self._drawn_step_s() if part else 0.0
         outcome = self.training.do(job)
-        job_s = computing_s + self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
-        self.spent += TimeSpent.by_kind({time_kind(job): job_s})
+        handled_s = _handled_bytes(job, outcome) / self.pace.job_bytes
+        beside_s = handled_s * (1 - COPIED_SHARE) if isinstance(outcome, jobs.Saved) else 0.0
+        job_s = computing_s + self.pace.job_s + handled_s - beside_s
+        self.spent += TimeSpent.by_kind({time_kind(job): job_s}) + TimeSpent(beside=beside_s)
         if computing_s or isinstance(outcome, jobs.Stepped):
             self.last_computed = self.agenda.now + job_s
         if isinstance(outcome, jobs.Stepped):
             outcome, self.spent = replace(outcome, spent=self.spent), NO_TIME
         self.began, self.doing = None, True
         self._cancel()
-        self.agenda.after(job_s, lambda: self._done(job, outcome))
+        if beside_s:
+            self.agenda.after(job_s + beside_s, lambda: self.reporter.report(job, outcome))
+        self.agenda.after(job_s, lambda: self._done(job, None if beside_s else outcome))
 
     def _encode(self, job: jobs.EncodeSections) -> None:
         """Do a job in the background worker while training continues, like the worker thread of engine/threads.py."""
@@ -214,8 +219,10 @@ class Engine:
         self._beside_until = max(self.agenda.now, self._beside_until) + job_s
         self.agenda.at(self._beside_until, lambda: self.reporter.report(job, outcome))
 
-    def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
-        self.reporter.report(job, outcome)
+    def _done(self, job: jobs.Job, outcome: jobs.Outcome | None) -> None:
+        """Report a job's outcome (None: the worker goes on with the job), and begin the next job."""
+        if outcome is not None:
+            self.reporter.report(job, outcome)
         self.doing = False
         self._go_on()
 

@@ -2,8 +2,8 @@
 
 One link is probed at a time, with a pause before the next link, since 1 MiB takes seconds on a home uplink, and peers
 that join at the same time would slow down each other's probes. Later, gossip exchanges measure the downlink
-(comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, uploads over the two
-fastest links are repeated in turn, at growing intervals.
+(comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, and one to each much
+nearer peer, uploads over the two fastest links are repeated in turn, at growing intervals.
 
 An upload of WARM_UP_BYTES comes first, so that TCP slow start hardly counts, whether or not other messages used the
 connection before. Repeated uploads have LONG_PROBE_BYTES if that takes at most LONG_PROBE_S, or if a shorter one took
@@ -11,6 +11,7 @@ too little time: the longer an upload, the less an error in the link's latency c
 short, since the latency may have been measured while queues were full.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,6 +34,9 @@ LONG_PROBE_BYTES = MAX_PROBE_BYTES  # such an upload takes longer than TCP slow 
 LONG_PROBE_S = 2.0  # uploads of LONG_PROBE_BYTES are repeated over links that need at most this long for one
 SHORT_PROBE_S = 0.3  # an upload that takes less time than this is repeated with more bytes
 LEAST_PROBE_BYTES = 64 * KiB  # the smallest upload, which an uplink of 3 kB/s still sends within PROBE_DEADLINE_S
+NEARER = (
+    0.5  # a peer with less than this part of the latency of all measured links may be reached by another, faster way
+)
 PROBE_STEP = 4  # factor by which uploads shrink after a missed deadline, and grow if they were too short to measure
 PROBE_AFTER_S = 2.0
 PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubles up to PROBE_EVERY_S
@@ -124,13 +128,19 @@ class Prober:
     def _choose(self, peers: Sequence[PeerId]) -> list[Ask]:
         """Choose the link to probe, and return its first probe.
 
-        Until PROBED_PEERS links are measured, choose an unmeasured link; later, one of the two fastest links.
+        Until PROBED_PEERS links are measured, choose an unmeasured link; later, one of the two fastest links. The link
+        to a much nearer peer comes first: inside a laboratory links are faster than to other places, and if only the
+        latter were measured, our uplink would seem slow, and all that we send would be paced.
         """
         links = self.meter.links
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
-        if new and len(ups) < PROBED_PEERS:  # skip the download if one from this peer was measured before
-            peer = self.rng.choice(new)
+        latency_s = {peer: links[peer].latency_s or math.inf for peer in {*new, *ups} & links.keys()}
+        nearest = min(new, key=lambda peer: latency_s.get(peer, math.inf), default=None)
+        far_s = min((latency_s[peer] for peer in ups), default=math.inf)
+        nearer = nearest is not None and latency_s.get(nearest, math.inf) < NEARER * far_s
+        if new and (nearer or len(ups) < PROBED_PEERS):  # skip the download if one from this peer was measured before
+            peer = nearest if nearer and nearest is not None else self.rng.choice(new)
             whole = peer not in links or not links[peer].down.known
             self._queue = [(peer, what) for what in FIRST_PROBES if whole or what != "down"]
             return self._next()

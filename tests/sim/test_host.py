@@ -22,13 +22,13 @@ JOB_S = 0.5
 class Thread:
     """An engine whose outcomes are noted with their times, a window of it being closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, job_bytes: float = 1e12) -> None:
         settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(STEP_S), (1.0,), 64, sweep.QUICK)
         model = SurrogateModel(settings.config, settings.fragments, blockwise, 64, settings.model.forms)
         span = 0, settings.fragments[-1].last
         training = SurrogateWorkload(model, PeerId("A"), span, rng.arrays(0, "noise"), SurrogateDisk())
         self.agenda, self.outcomes = Agenda(), list[tuple[Seconds, str]]()
-        self.engine = Engine(self.agenda, training, Pace(STEP_S, job_s=JOB_S, job_bytes=1e12), Random(0), self)
+        self.engine = Engine(self.agenda, training, Pace(STEP_S, job_s=JOB_S, job_bytes=job_bytes), Random(0), self)
         self.engine.put(jobs.Start(newcomer=False))
         self.engine.put(jobs.CloseWindow(0, 1))
         self.agenda.run(5.0)
@@ -74,3 +74,15 @@ def test_the_next_job_waits_until_slow_weights_are_encoded() -> None:
     thread.agenda.run(2 * STEP_S)
     assert [outcome for _, outcome in thread.outcomes] == ["SectionsEncoded", "WindowClosed"]
     assert thread.outcomes[1][0] - thread.outcomes[0][0] == pytest.approx(JOB_S)
+
+
+def test_training_waits_for_the_copies_of_a_checkpoint_and_goes_on_while_the_worker_writes_it() -> None:
+    thread = Thread(job_bytes=1e4)
+    thread.agenda.run(500.0)  # the window is closed
+    thread.outcomes.clear()
+    thread.engine.put(jobs.Save())
+    thread.engine.put(jobs.Rest(0))
+    thread.agenda.run(10_000.0)
+    (rested_at, rested), (saved_at, saved) = thread.outcomes
+    assert (rested, saved) == ("Rested", "Saved")
+    assert saved_at - rested_at > 5 * STEP_S

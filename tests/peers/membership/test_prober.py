@@ -180,3 +180,17 @@ def test_it_waits_until_it_is_time_and_then_longer_and_longer() -> None:
         probing.handle(Woke(), now, [A])
         waits_s.append((probing.wake_at or 0.0) - now)
     assert waits_s == [PROBE_AGAIN_S, 2 * PROBE_AGAIN_S, 4 * PROBE_AGAIN_S, PROBE_EVERY_S, PROBE_EVERY_S]
+
+
+def test_the_link_to_a_much_nearer_peer_is_measured_whenever_it_is_found() -> None:
+    """A peer in a laboratory would otherwise take a slow link to another one for its uplink, and pace what it sends."""
+    probing, far = prober(), [PeerId(f"far{n}") for n in range(PROBED_PEERS)]
+    for peer in far:
+        probing.meter.saw(peer, 0.05, 0.05, 10, 10)
+        probing.meter.saw(peer, 1.0, 0.05, PROBE_BYTES, 10)
+    for peer, latency_s in ((PeerId("also far"), 0.04), (A, 0.001), (B, 0.002)):
+        probing.meter.saw(peer, latency_s, latency_s, 10, 10)
+    everyone = [*far, PeerId("also far"), A, B, PeerId("unknown")]
+    assert only_ask(probing.handle(Woke(), 10.0, everyone)).to == A
+    probing.meter.saw(A, 0.01, 0.001, PROBE_BYTES, 10)
+    assert only_ask(probing.handle(Woke(), 30.0, everyone)).to in {A, *far}
