@@ -43,7 +43,6 @@ RARER = 3
 # less as they have more bytes than DENSE_TIMES windows, rounded down (q4: 1, q1: 3, sparse: 8).
 DENSE_TIMES = 2
 MOST_LIGHT = 1 << 30  # a number of windows after which slow weights are due with any code
-BEHIND_PERIODS = 1.5  # if two of our closes are further apart than this many periods, we pull slow weights to catch up
 ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
 LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
 DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
@@ -217,7 +216,7 @@ class PullExchange:
         self._sizes = AnswerSizes(largest=densest + on_request, dense=dense if closed.codings else 0)
         period_s = self.context.period_s(self.size)
         since_s = now - self._published_at
-        behind = since_s > BEHIND_PERIODS * period_s
+        missed = max(0, round(since_s / period_s) - 1)
         self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
         header = snapshots.describe(self.context, closed, self.lasted_s, now)
         effects = self.published.put(header, closed, now, keep=snapshots.ROUNDS_KEPT if self.blocking else 1)
@@ -232,20 +231,21 @@ class PullExchange:
             codings=closed.codings,
             enough_at=now + ENOUGH_PERIODS * period_s,
             pending=set(window.partners),
-            sections=self._choose_sections(window.partners, behind, every),
+            sections=self._choose_sections(window.partners, missed, every),
         )
         return effects + [self._ask(partner, now) for partner in window.partners]
 
-    def _choose_sections(self, partners: Sequence[PeerId], behind: bool, every: int) -> dict[PeerId, tuple[str, ...]]:
+    def _choose_sections(self, partners: Sequence[PeerId], missed: int, every: int) -> dict[PeerId, tuple[str, ...]]:
         """Return the names of the sections to pull from each partner; () stands for all sections.
 
-        Usually only the pseudo-gradient is pulled. In one of `every` windows, and whenever we are `behind`, all
-        sections are pulled from the first partner, since only slow weights contain windows that we have missed. One
-        partner's slow weights are enough, and more slow weights would take long over a slow link.
+        Usually only the pseudo-gradient is pulled. In one of `every` windows all sections are pulled from the first
+        partner, since only slow weights contain windows that we have missed: the `missed` ones of the partners count
+        RARER * WHOLE_EVERY each, so that dense codes make up for one at once. One partner's slow weights are enough,
+        and more slow weights would take long over a slow link.
         """
-        self._light_windows += 1
+        self._light_windows += 1 + RARER * WHOLE_EVERY * missed
         chosen = dict.fromkeys(partners, self.light)
-        if behind or self._light_windows >= every:
+        if self._light_windows >= every:
             chosen[partners[0]], self._light_windows = (), 0
         return chosen
 
