@@ -3,10 +3,10 @@
 Start at `close`. comm/codecs/blockwise.py has the format, and the formulas in torch, whose numbers these functions
 return as long as all are finite. Each group of GROUP numbers is processed alone, in arrays that stay in the L1 cache.
 
-A group's k-th largest magnitude is found by radix selection: count how many magnitudes have each value of the 11
-highest bits, descend to the value of the k-th, and do the same with the next bits of the magnitudes that have this
-value. Neighbouring groups are alike, so magnitudes below 0.7 times the previous group's k-th largest are left out, if
-k others are left.
+A group's k-th largest magnitude is found by radix selection: count how many magnitudes lie in each of 256 equal ranges,
+descend to the range of the k-th, and divide this range again. Neighbouring groups are alike, so magnitudes below 0.92
+times the previous group's k-th largest are left out, if k others are left. Loops over numbers have no branches that
+depend on the numbers, since half of such branches are predicted wrongly; a list of places grows by a sum instead.
 """
 
 import numpy as np
@@ -22,22 +22,22 @@ HIGH = 7  # level of large numbers in q4
 MOST_SMALL = 6  # highest level of small numbers in q4
 
 Ints = npt.NDArray[np.int32]
-Scratch = tuple[Floats, Ints, Ints, Ints, Ints]
+Scratch = tuple[Ints, Ints, Ints, Floats, Ints]
 Parts = tuple[Bytes, Bytes, Bytes, Bytes]  # of a sparse blob: headers, buckets, low bits of the places, levels
 
 _SENT = GROUP // BUCKET  # numbers that a whole group sends
 _BLOCK = 128  # numbers with one scale in q4
+_1, _2, _3, _4, _6, _7 = (np.uint64(one) for one in (1, 2, 3, 4, 6, 7))
 _ZEROS = 0x88  # a byte of q4 with two levels of 0
-_DIGITS = ((20, 11), (10, 10), (0, 10))  # the lowest bit, and the number of bits, of each digit of a magnitude
-_NEAR = 1 << 22  # what is subtracted from the bits of a k-th largest magnitude, to get a bound about 0.7 times as large
+_BINS = 256  # equal ranges of magnitudes among which the k-th largest is searched
+_NEAR = 1 << 20  # subtracted from the bits of a k-th largest magnitude, to get a bound about 0.92 times as large
 
 
 @inlined
 def _scratch() -> Scratch:
-    """Return arrays for a group: values, their memory as int32, magnitudes to choose from, counts, and places."""
-    values = np.empty(GROUP, np.float32)
-    counts, places = np.empty(2048, np.int32), np.empty(GROUP, np.int32)
-    return values, values.view(np.int32), np.empty(GROUP, np.int32), counts, places
+    """Return arrays for a group: places, magnitudes to choose from, counts, and the chosen numbers and their units."""
+    places, left, counts = np.empty(GROUP + 1, np.int32), np.empty(GROUP, np.int32), np.empty(_BINS, np.int32)
+    return places, left, counts, np.empty(GROUP, np.float32), np.empty(GROUP, np.int32)
 
 
 @inlined
@@ -46,87 +46,102 @@ def _magnitude(bits: Number) -> Number:
 
 
 @inlined
-def _candidates(scratch: Scratch, count: Number, floor: Number) -> Number:
-    """Write places and magnitudes of a group's numbers of at least `floor` to scratch; return how many there are."""
-    _, bits, left, _, places = scratch
-    size = np.int32(0)
-    for i in range(count):
-        left[size], places[size] = _magnitude(bits[i]), np.int32(i)
-        size += np.int32(_magnitude(bits[i]) >= floor)
+def _candidates(scratch: Scratch, bits: Ints, floor: Number) -> Number:
+    """Write the places of a group's numbers with magnitudes of at least `floor` to scratch; return their count.
+
+    `bits` are the group's numbers as int32.
+    """
+    places, size = scratch[0], np.uint64(0)
+    for i in range(np.uint64(len(bits))):
+        places[size] = np.int32(i)
+        size += np.uint64(_magnitude(bits[i]) >= floor)
     return size
 
 
 @inlined
-def _kth_largest(scratch: Scratch, size: Number, kth: Number) -> tuple[Number, Number]:
-    """Return the bits of the k-th largest of `size` magnitudes, and how many of the k largest have this magnitude."""
-    _, _, left, counts, _ = scratch
-    found, wanted = np.int32(0), np.int32(kth)
-    for low, width in _DIGITS:
-        highest = np.int32((1 << width) - 1)
-        counts[: highest + 1] = 0
+def _kth_largest(scratch: Scratch, size: Number, kth: Number, lowest: Number, highest: Number) -> tuple[Number, Number]:
+    """Return the bits of the k-th largest of `size` magnitudes, and how many of the k largest have this magnitude.
+
+    All magnitudes lie from `lowest` to `highest`.
+    """
+    _, left, counts, _, _ = scratch
+    wanted = np.int32(kth)
+    while True:
+        shift = np.int32(0)
+        while (highest - lowest) >> shift >= _BINS:
+            shift += np.int32(1)
+        counts[:] = 0
         for i in range(size):
-            counts[(left[i] >> low) & highest] += 1
-        digit = highest
-        while counts[digit] < wanted:
-            wanted -= counts[digit]
-            digit -= np.int32(1)
-        found |= np.int32(digit << low)
-        kept = np.int32(0)
+            counts[np.uint64((left[i] - lowest) >> shift)] += np.int32(1)
+        found = np.uint64((highest - lowest) >> shift)
+        while counts[found] < wanted:
+            wanted -= counts[found]
+            found -= _1
+        kept = np.uint64(0)
         for i in range(size):
             left[kept] = left[i]
-            kept += np.int32(((left[i] >> low) & highest) == digit)
+            kept += np.uint64(np.uint64((left[i] - lowest) >> shift) == found)
         size = kept
-    return found, wanted
+        lowest = np.int32(lowest + np.int32(found << np.uint64(shift)))
+        if shift == 0:
+            return lowest, wanted
+        highest = np.int32(lowest + (np.int32(1) << shift) - np.int32(1))
 
 
 @inlined
-def _choose(scratch: Scratch, count: Number, sent: Number, floor: Number) -> Number:
-    """Write the places of a group's `sent` largest magnitudes to scratch, in order; return the smallest one's bits.
+def _choose(scratch: Scratch, bits: Ints, sent: Number, floor: Number) -> tuple[Number, Number]:
+    """Write the places of a group's `sent` largest magnitudes to scratch, in order.
 
-    Of equal magnitudes the first are chosen. `floor` is a guessed lower bound; a wrong guess only costs time.
+    Of equal magnitudes the first are chosen. `floor` is a guessed lower bound; a wrong guess only costs time. Return
+    the bits of the smallest and of the largest chosen magnitude.
     """
-    _, bits, _, _, places = scratch
-    size = _candidates(scratch, count, floor)
+    places, left, _, _, _ = scratch
+    size = _candidates(scratch, bits, floor)
     if size < sent:
-        size = _candidates(scratch, count, np.int32(0))
-    threshold, equal = _kth_largest(scratch, size, sent)
-    found = np.int32(0)
+        floor = np.int32(0)
+        size = _candidates(scratch, bits, floor)
+    peak = np.int32(0)
+    for j in range(size):
+        left[j] = _magnitude(bits[np.uint64(places[j])])
+        peak = max(peak, left[j])
+    threshold, equal = _kth_largest(scratch, size, sent, floor, peak)
+    found = np.uint64(0)
     for j in range(size):
         at = places[j]
-        is_equal = _magnitude(bits[at]) == threshold
+        magnitude = _magnitude(bits[np.uint64(at)])
+        is_equal = magnitude == threshold
         places[found] = at
-        found += np.int32(_magnitude(bits[at]) > threshold or (is_equal and equal > 0))
+        found += np.uint64((magnitude > threshold) | (is_equal & (equal > 0)))
         equal -= np.int32(is_equal)
-    return threshold
+    return threshold, peak
 
 
 @inlined
-def _levels(scratch: Scratch, sent: Number) -> tuple[Number, Number, Number]:
-    """Compute a group's header from the numbers at the first `sent` places, and write their units to scratch.
+def _levels(scratch: Scratch, values: Floats, sent: Number, peak: Number) -> tuple[Number, Number]:
+    """Compute a group's header from the numbers at the first `sent` places; write them and their units to scratch.
 
-    Return the header, the sum of the units (a number is large if its units times `sent` are at least this sum), and the
-    bits of the largest magnitude. comm/codecs/blockwise.py has the formulas.
+    Return the header, and the sum of the units: a number is large if its units times `sent` are at least this sum.
+    `peak` is the bits of the largest magnitude. comm/codecs/blockwise.py has the formulas.
     """
-    values, bits, units, _, places = scratch
-    peak, total = np.int32(0), np.int32(0)
-    for j in range(sent):
-        peak = max(peak, _magnitude(bits[places[j]]))
+    places, _, _, chosen, units = scratch
     unit = np.float32(np.int32(peak & np.int32(INFINITE)).view(np.float32) / np.float32(UNITS))
     divisor = unit if unit != np.float32(0.0) else np.float32(1.0)
+    total, large, of_large = np.int32(0), np.int64(0), np.int64(0)
     for j in range(sent):
-        units[j] = np.int32(np.rint(np.float32(abs(values[places[j]]) / divisor)))
+        chosen[j] = values[np.uint64(places[j])]
+    for j in range(sent):
+        units[j] = np.int32(np.rint(np.float32(abs(chosen[j]) / divisor)))
         total += units[j]
-    large, of_large = np.int64(0), np.int64(0)
     for j in range(sent):
-        if units[j] * sent >= total:
-            large += 1
-            of_large += units[j]
+        is_large = np.int64(units[j]) * np.int64(sent) >= total
+        large += is_large
+        of_large += units[j] * is_large
     mean = np.float32(np.float32(of_large) / np.float32(HIGH * HIGH * large))
     header = np.int32((np.float32(mean * unit).view(np.int32) >> np.int32(19)) << np.int32(3))
     times, most = (np.int64(total) - of_large) * large, of_large * (np.int64(sent) - large)
     if header != 0 and most > 0:
         header |= np.int32(min(np.int64(MOST_SMALL), (2 * HIGH * times + most) // (2 * most)))
-    return header, total, peak
+    return header, total
 
 
 @inlined
@@ -146,13 +161,13 @@ def _put_scales(blob: Bytes, group: Number, blocks: Number, scale: Number) -> No
 @inlined
 def _put_level(blob: Bytes, blocks: Number, at: Number, level: Number) -> None:
     """Change the level of number `at` in a q4 blob of `blocks` blocks from 0 to `level`."""
-    byte = 2 * blocks + (at >> 1)
-    blob[byte] = np.uint8(blob[byte] ^ ((8 ^ (level + 8)) << (4 * (at & 1))))
+    byte = _2 * blocks + (at >> _1)
+    blob[byte] ^= np.uint8((8 ^ (level + 8)) << np.int32(_4 * (at & _1)))
 
 
 @inlined
 def _get_level(blob: Bytes, blocks: Number, at: Number) -> Number:
-    return np.int32((blob[2 * blocks + (at >> 1)] >> (4 * (at & 1))) & 15) - np.int32(8)
+    return np.int32((blob[_2 * blocks + (at >> _1)] >> np.uint8(_4 * (at & _1))) & np.uint8(15)) - np.int32(8)
 
 
 @compiled
@@ -164,30 +179,31 @@ def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, 
     """
     snapshot, baseline, residual = vectors
     n, scratch, largest, squares, floor = np.uint64(len(residual)), _scratch(), np.int32(0), 0.0, np.int32(0)
-    values, _, units, _, places = scratch
-    blocks = (len(residual) + _BLOCK - 1) // _BLOCK
-    blob[2 * blocks :] = _ZEROS
-    for group in range((len(residual) + GROUP - 1) // GROUP):
-        start = np.uint64(group * GROUP)
-        count = min(np.uint64(GROUP), n - start)
-        sent = np.int32((count + np.uint64(BUCKET - 1)) // np.uint64(BUCKET))
-        for i in range(count):
-            values[i] = residual[start + i] + (baseline[start + i] - snapshot[start + i])
-        for i in range(count):
-            residual[start + i] = values[i]
-        floor = max(np.int32(0), np.int32(_choose(scratch, count, sent, floor) - np.int32(_NEAR)))
-        header, total, peak = _levels(scratch, sent)
-        largest, scale, small = max(largest, peak), _scale(header), header & np.int32(7)
+    places, _, _, chosen, units = scratch
+    blocks = np.uint64((len(residual) + _BLOCK - 1) // _BLOCK)
+    for group in range(np.uint64((len(residual) + GROUP - 1) // GROUP)):
+        start = group * np.uint64(GROUP)
+        stop = min(start + np.uint64(GROUP), n)
+        values = residual[start:stop]
+        for i in range(start, stop):
+            residual[i] += baseline[i] - snapshot[i]
+        sent = (stop - start + np.uint64(BUCKET - 1)) // np.uint64(BUCKET)
+        smallest, peak = _choose(scratch, values.view(np.int32), sent, floor)
+        floor, largest = max(np.int32(0), np.int32(smallest - np.int32(_NEAR))), max(largest, peak)
+        header, total = _levels(scratch, values, sent, peak)
+        scale, small = _scale(header), header & np.int32(7)
         _put_scales(blob, group, blocks, scale)
-        found: Number = 0  # sum of squared levels
+        blob[_2 * blocks + (start >> _1) : _2 * blocks + ((stop + _1) >> _1)] = _ZEROS
+        if scale == np.float32(0.0):
+            continue
+        found = np.int64(0)  # sum of squared levels
         for j in range(sent):
-            level = np.int32(HIGH) if units[j] * sent >= total else small
-            if scale == np.float32(0.0) or level == 0:
-                continue
-            value, at = values[places[j]], group * GROUP + places[j]
-            level = level if value >= np.float32(0.0) else -level
-            _put_level(blob, blocks, at, level)
-            residual[at] = value - np.float32(level) * scale
+            is_large, is_negative = np.int64(units[j]) * np.int64(sent) >= total, chosen[j] < np.float32(0.0)
+            level = small + (np.int32(HIGH) - small) * np.int32(is_large)
+            level -= np.int32(2) * level * np.int32(is_negative)
+            at = np.uint64(places[j])
+            _put_level(blob, blocks, start + at, level)
+            values[at] = chosen[j] - np.float32(level) * scale
             found += level * level
         squares += found * (np.float64(scale) * np.float64(scale))
     return squares, largest
@@ -197,28 +213,33 @@ def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, 
 def widen(parts: Parts, elements: int, blob: Bytes) -> int:
     """Convert a sparse blob of `elements` numbers, in parts, to a q4 blob; return the fault code."""
     headers, buckets, low_bits, levels = parts
-    sent, found, before = (elements + BUCKET - 1) // BUCKET, 0, -1
-    blocks, small = (elements + _BLOCK - 1) // _BLOCK, np.int32(0)
-    blob[2 * blocks :] = _ZEROS
-    for bit in range(2 * sent):
-        if not (buckets[bit >> 3] >> (7 - (bit & 7))) & 1:
-            continue
-        if found == sent:
-            return BAD_LEVEL
-        group = found // _SENT
-        if found % _SENT == 0:
-            header = np.int32(headers[2 * group]) | (np.int32(headers[2 * group + 1]) << np.int32(8))
-            small = header & np.int32(7)
-            if small > MOST_SMALL:
+    sent, blocks = np.uint64((elements + BUCKET - 1) // BUCKET), np.uint64((elements + _BLOCK - 1) // _BLOCK)
+    found, below, small, ones = np.uint64(0), np.uint64(0), np.int32(0), np.empty(GROUP + 1, np.int32)
+    blob[_2 * blocks :] = _ZEROS
+    for first in range(np.uint64(0), _2 * sent, np.uint64(GROUP)):
+        count = np.uint64(0)
+        for bit in range(min(np.uint64(GROUP), _2 * sent - first)):
+            ones[count] = np.int32(bit)
+            count += np.uint64((buckets[(first + bit) >> _3] >> np.uint8(_7 - (bit & _7))) & np.uint8(1))
+        for k in range(count):
+            if found == sent:
                 return BAD_LEVEL
-            _put_scales(blob, group, blocks, _scale(header))
-        at = (bit - found) * BUCKET + ((low_bits[found >> 1] >> (4 - 4 * (found & 1))) & 15)
-        if at <= before or at >= elements or at // GROUP != group:
-            return BAD_LEVEL
-        pair = levels[found >> 2] >> (6 - 2 * (found & 3))
-        level = np.int32(HIGH) if pair & 1 else small
-        _put_level(blob, blocks, at, level if pair & 2 else -level)
-        found, before = found + 1, at
+            group = found // np.uint64(_SENT)
+            if found % np.uint64(_SENT) == 0:
+                header = np.int32(headers[_2 * group]) | (np.int32(headers[_2 * group + _1]) << np.int32(8))
+                small = header & np.int32(7)
+                if small > MOST_SMALL:
+                    return BAD_LEVEL
+                _put_scales(blob, group, blocks, _scale(header))
+            bucket = first + np.uint64(ones[k]) - found
+            low = (low_bits[found >> _1] >> np.uint8(_4 - _4 * (found & _1))) & np.uint8(15)
+            at = (bucket << np.uint64(LOW_BITS)) + np.uint64(low)
+            if at < below or at >= np.uint64(elements) or at // np.uint64(GROUP) != group:
+                return BAD_LEVEL
+            pair = np.int32(levels[found >> _2] >> np.uint8(_6 - _2 * (found & _3)))
+            level = small + (np.int32(HIGH) - small) * (pair & np.int32(1))
+            _put_level(blob, blocks, at, level * ((pair & np.int32(2)) - np.int32(1)))
+            found, below = found + _1, at + _1
     return 0 if found == sent else BAD_LEVEL
 
 
@@ -226,7 +247,8 @@ def widen(parts: Parts, elements: int, blob: Bytes) -> int:
 def narrow(blob: Bytes, elements: int, parts: Parts) -> None:
     """Convert a q4 blob that `close` or `widen` has written to a sparse one: fill its `parts`, which must be zero."""
     headers, buckets, low_bits, levels = parts
-    blocks, found, places = (elements + _BLOCK - 1) // _BLOCK, 0, np.empty(GROUP, np.int32)
+    blocks, found = (elements + _BLOCK - 1) // _BLOCK, np.uint64(0)
+    places, bytes_used = np.empty(GROUP + 1, np.int32), np.empty(GROUP // 2 + 1, np.int32)
     for group in range((elements + GROUP - 1) // GROUP):
         start, count = group * GROUP, min(GROUP, elements - group * GROUP)
         block = group * (GROUP // _BLOCK)
@@ -234,36 +256,41 @@ def narrow(blob: Bytes, elements: int, parts: Parts) -> None:
         scale = np.int32(upper << np.int32(16)).view(np.float32)
         header = np.float32(scale / np.float32(HIGH)).view(np.int32) >> np.int32(16)
         sent = (count + BUCKET - 1) // BUCKET
-        if _nonzero(blob, 2 * blocks + start // 2, count, places) < sent:
+        if _nonzero(blob, 2 * blocks + start // 2, count, places, bytes_used) < sent:
             _fill(blob, blocks, start, sent, places)
-        for j in range(sent):
-            at = start + places[j]
-            level = _get_level(blob, blocks, at)
-            magnitude = abs(level)
-            if magnitude != 0 and magnitude != HIGH:
-                header = np.int32((header & np.int32(0xFFF8)) | magnitude)
-            bit, pair = at // BUCKET + found, 2 * (level >= 0) + (magnitude == HIGH)
-            buckets[bit >> 3] |= np.uint8(128 >> (bit & 7))
-            low_bits[found >> 1] |= np.uint8((at & (BUCKET - 1)) << (4 - 4 * (found & 1)))
-            levels[found >> 2] |= np.uint8(pair << (6 - 2 * (found & 3)))
-            found += 1
-        headers[2 * group], headers[2 * group + 1] = np.uint8(header & 255), np.uint8((header >> 8) & 255)
+        small = np.int32(0)
+        for j in range(np.uint64(sent)):
+            at = np.uint64(start) + np.uint64(places[j])
+            level = _get_level(blob, np.uint64(blocks), at)
+            is_large = abs(level) == np.int32(HIGH)
+            small = max(small, abs(level) * np.int32(not is_large))
+            pair = (np.uint8(level >= np.int32(0)) << np.uint8(1)) | np.uint8(is_large)
+            bit = (at >> np.uint64(LOW_BITS)) + found
+            buckets[bit >> _3] |= np.uint8(np.uint64(128) >> (bit & _7))
+            low_bits[found >> _1] |= np.uint8((at & np.uint64(BUCKET - 1)) << (_4 - _4 * (found & _1)))
+            levels[found >> _2] |= np.uint8(pair << (_6 - _2 * (found & _3)))
+            found += _1
+        headers[2 * group], headers[2 * group + 1] = np.uint8((header | small) & 255), np.uint8((header >> 8) & 255)
 
 
 @inlined
-def _nonzero(blob: Bytes, first: Number, count: Number, places: Ints) -> Number:
+def _nonzero(blob: Bytes, first: Number, count: Number, places: Ints, bytes_used: Ints) -> Number:
     """Write the places of a group's levels other than 0 to `places`; return how many there are.
 
-    The group's levels begin at byte `first`.
+    The group's levels begin at byte `first`. `bytes_used` is scratch memory.
     """
-    found = np.int32(0)
+    used, found = np.uint64(0), np.uint64(0)
     for byte in range(np.uint64((count + 1) // 2)):
-        pair = blob[np.uint64(first) + byte]
-        places[found] = np.int32(np.uint64(2) * byte)
-        found += np.int32((pair & np.uint8(15)) != np.uint8(8))
-        places[found] = np.int32(np.uint64(2) * byte + np.uint64(1))
-        found += np.int32((pair >> np.uint8(4)) != np.uint8(8))
-    return found
+        bytes_used[used] = np.int32(byte)
+        used += np.uint64(blob[np.uint64(first) + byte] != np.uint8(_ZEROS))
+    for k in range(used):
+        place = _2 * np.uint64(bytes_used[k])
+        pair = blob[np.uint64(first) + (place >> _1)]
+        places[found] = np.int32(place)
+        found += np.uint64((pair & np.uint8(15)) != np.uint8(8))
+        places[found] = np.int32(place + _1)
+        found += np.uint64((pair >> np.uint8(4)) != np.uint8(8))
+    return np.int64(found)
 
 
 @inlined

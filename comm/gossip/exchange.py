@@ -39,7 +39,10 @@ MOST_READ = 0.6  # a peer that pulls from at least this share of a fragment's ho
 # A peer that pulls from at least MOST_READ of the holders pulls slow weights only in one of RARER * WHOLE_EVERY windows
 # (docs/results/convergence.md).
 RARER = 3
-BEHIND_PERIODS = 1.5  # if two of our closes are further apart than this many periods, we pull slow weights to catch up
+# With shorter codes slow weights are pulled less often, so that their share of the bytes stays small: as many times
+# less as they have more bytes than DENSE_TIMES windows, rounded down (q4: 1, q1: 3, sparse: 8).
+DENSE_TIMES = 2
+MOST_LIGHT = 1 << 30  # a number of windows after which slow weights are due with any code
 ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
 LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
 DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
@@ -76,7 +79,6 @@ class PullWindow:
     on_request: Layout = ()  # sections that are encoded only on request, so that a partner's snapshot may lack them
     codings: Layout = ()  # for sections that may be sent in several codecs: one entry for each codec
     partners: Sequence[PeerId] = ()  # the peers whose windows are pulled
-    whole_every: int = 1  # all sections are pulled in one of this many windows; in the other windows only some are
     enough_at: Seconds = 0.0  # from this time on, the merge does not wait for the answers that are still missing
     # The sections to pull from each partner; an empty tuple stands for all sections.
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
@@ -177,7 +179,7 @@ class PullExchange:
     def _close_or_rest(self, now: Seconds) -> list[Effect]:
         partners = self._partners(now)
         if partners or self.blocking:
-            self._window = PullWindow(partners=partners, whole_every=self._whole_every(partners))
+            self._window = PullWindow(partners=partners)
             self._resting = False
             return self._close(now)
         self.close_at = self.context.next_close(now + REST_S, self.size)
@@ -209,13 +211,12 @@ class PullExchange:
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, layout_bytes(closed.on_request)
-        more = _more_when_dense(closed)
-        self.size = len(closed.blob) + on_request // (window.whole_every * max(1, len(window.partners)))
-        dense = self.size + more if closed.codings else 0
-        self._sizes = AnswerSizes(largest=len(closed.blob) + more + on_request, dense=dense)
+        densest = len(closed.blob) + _more_when_dense(closed)
+        (every, self.size), (_, dense) = (self._expected(size, on_request) for size in (len(closed.blob), densest))
+        self._sizes = AnswerSizes(largest=densest + on_request, dense=dense if closed.codings else 0)
         period_s = self.context.period_s(self.size)
         since_s = now - self._published_at
-        behind = since_s > BEHIND_PERIODS * period_s
+        missed = max(0, round(since_s / period_s) - 1)
         self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
         header = snapshots.describe(self.context, closed, self.lasted_s, now)
         effects = self.published.put(header, closed, now, keep=snapshots.ROUNDS_KEPT if self.blocking else 1)
@@ -230,26 +231,29 @@ class PullExchange:
             codings=closed.codings,
             enough_at=now + ENOUGH_PERIODS * period_s,
             pending=set(window.partners),
-            sections=self._choose_sections(window.partners, behind),
+            sections=self._choose_sections(window.partners, missed, every),
         )
         return effects + [self._ask(partner, now) for partner in window.partners]
 
-    def _choose_sections(self, partners: Sequence[PeerId], behind: bool) -> dict[PeerId, tuple[str, ...]]:
+    def _choose_sections(self, partners: Sequence[PeerId], missed: int, every: int) -> dict[PeerId, tuple[str, ...]]:
         """Return the names of the sections to pull from each partner; () stands for all sections.
 
-        Usually only the pseudo-gradient is pulled. Every `whole_every` windows, and whenever we are `behind`, all
-        sections are pulled from the first partner, since only slow weights contain windows that we have missed. One
-        partner's slow weights are enough, and more slow weights would take long over a slow link.
+        Usually only the pseudo-gradient is pulled. In one of `every` windows all sections are pulled from the first
+        partner, since only slow weights contain windows that we have missed: the `missed` ones of the partners count
+        RARER * WHOLE_EVERY each, so that dense codes make up for one at once. One partner's slow weights are enough,
+        and more slow weights would take long over a slow link.
         """
-        self._light_windows += 1
+        self._light_windows += 1 + RARER * WHOLE_EVERY * missed
         chosen = dict.fromkeys(partners, self.light)
-        if behind or self._light_windows >= self._window.whole_every:
+        if self._light_windows >= every:
             chosen[partners[0]], self._light_windows = (), 0
         return chosen
 
-    def _whole_every(self, partners: Sequence[PeerId]) -> int:
-        holders = len(self.context.view.holders(self.context.fragment))
-        return WHOLE_EVERY * (RARER if len(partners) >= MOST_READ * holders else 1)
+    def _expected(self, window_bytes: int, on_request: int) -> tuple[int, int]:
+        """Return one of how many windows pulls all sections, and the mean bytes of an answer (see `whole_every`)."""
+        partners, holders = len(self._window.partners), len(self.context.view.holders(self.context.fragment))
+        every = whole_every(partners, holders, window_bytes, on_request)
+        return every, window_bytes + on_request // (every * max(1, partners))
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
@@ -294,7 +298,7 @@ class PullExchange:
                 self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         if pick(whole, names) != snapshot.layout:
-            self._light_windows = RARER * WHOLE_EVERY  # this answer lacked the slow weights: pull them next time
+            self._light_windows = MOST_LIGHT  # this answer lacked the slow weights: pull them next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
@@ -343,6 +347,19 @@ class PullExchange:
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
         return self.context.exchange_ended(partner, "failed", reason, seconds)
+
+
+def whole_every(partners: int, holders: int, window_bytes: int, on_request: int) -> int:
+    """Return one of how many windows of a fragment pulls all its sections, and not only those that each window pulls.
+
+    Args:
+        partners: Number of peers that a window pulls from.
+        holders: Number of other peers that hold the fragment.
+        window_bytes: Bytes of the sections that each window pulls from a partner.
+        on_request: Bytes of the other sections, the slow weights.
+    """
+    every = WHOLE_EVERY * (RARER if partners >= MOST_READ * holders else 1)
+    return every * max(1, on_request // (DENSE_TIMES * max(1, window_bytes)))
 
 
 def _done(context: FragmentContext, merged: PulledSnapshot) -> Log:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip.exchange import MOST_READ, RARER, WHOLE_EVERY
+from decentral.comm.gossip.exchange import whole_every
 from decentral.comm.gossip.gossip_cost import IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
 from decentral.comm.wire.meter import WARM_UP_BYTES
@@ -163,18 +163,22 @@ def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> f
     The peer also answers as many pulls as it sends. PULL_S includes both sides of a pull.
     """
     close, merge, encode = NUMBERS_PER_S
-    whole = 1 / _whole_every(partners, holders)
+    whole = 1 / _every(code, parameters, partners, holders)
     kernels_s = parameters * (1 / close + partners / merge + whole / encode + 2 / COPIED_NUMBERS_PER_S)
     return kernels_s + partners * (PULL_S + _answer_bytes(code, parameters, partners, holders) / PULL_BYTES_PER_S)
 
 
-def _whole_every(partners: int, holders: int) -> int:
-    return WHOLE_EVERY * (RARER if partners >= MOST_READ * holders else 1)
+def _every(code: str, parameters: int, partners: int, holders: int) -> int:
+    """Return one of how many windows of a fragment pulls slow weights."""
+    slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters)
+    return whole_every(partners, holders, blockwise.size(code, parameters), slow)
 
 
 def _answer_bytes(code: str, parameters: int, partners: int, holders: int) -> float:
     """Return the mean bytes of an answer about a fragment: one of `partners` sends slow weights now and then."""
-    slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters) / (_whole_every(partners, holders) * max(1, partners))
+    slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters) / (
+        _every(code, parameters, partners, holders) * max(1, partners)
+    )
     return blockwise.size(code, parameters) + slow
 
 
