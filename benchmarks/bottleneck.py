@@ -78,8 +78,8 @@ def learned(channels: int, hidden: int, rate: float, steps: int, seed: int) -> d
     """The held-out loss of one model after `steps` steps."""
     model = config.ModelConfig.model_validate({**SMALL, "hidden": hidden, "bottleneck": channels or None})
     whole = nn.Sequential(*decoder.build(model, seed))
-    groups = [{"params": [one for one in whole.parameters() if (one.dim() > 1) == wide]} for wide in (True, False)]
-    groups[1]["weight_decay"] = 0.0
+    matrices, gains = ([one for one in whole.parameters() if (one.dim() > 1) == wide] for wide in (True, False))
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - WARM_UP, rate / 10)
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, 1.0, WARM_UP)

@@ -83,7 +83,7 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
 }
 KNOWS = {  # a library -> by room, the modules that use it; no others do
     "torch": {
-        "model": "adapter_folder decoder huggingface lora rotary start_weights",
+        "model": "adapter_folder bottleneck decoder huggingface lora rotary start_weights undrawn",
         "data": "corpora source stream",
         "comm.codecs": "blockwise sections",
         "comm.gossip": (

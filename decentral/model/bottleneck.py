@@ -52,4 +52,4 @@ def fold(model: ModelConfig, weights: dict[str, Tensor]) -> None:
         if name.endswith("embed_tokens.weight"):
             weights[name] = torch.cat((tensor, TokenFeatures(model).table()), dim=1)
         elif ".o_proj." in name or ".down_proj." in name:
-            weights[name] = torch.cat((tensor, tensor.new_zeros(features, *tensor.shape[1:])))
+            weights[name] = torch.cat((tensor, tensor.new_zeros((features, *tensor.shape[1:]))))

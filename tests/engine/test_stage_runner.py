@@ -103,20 +103,19 @@ def test_gradients_over_overlapping_spans_are_those_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decoder, "LOGITS_AT_ONCE", logits_at_once)
-    base = setup_of
 
-    def setup_of(name: str) -> ComputeSetup:
-        setup = base(name)
+    def narrowed(name: str) -> ComputeSetup:
+        setup = setup_of(name)
         model = setup.config.model.model_copy(update={"bottleneck": bottleneck})
         return dataclasses.replace(setup, config=setup.config.model_copy(update={"model": model}))
 
-    computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}
+    computes = {name: Compute(with_span(narrowed(name), span, **train)) for name, span in SPANS.items()}
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)
     assert all(compute.span.stages.sums.executions for compute in computes.values()), "all have carried something"
     seen = {tokens for compute in computes.values() for tokens in compute.span.stages.sums.filled_tokens}
     assert len(seen) > 1, "not all micro-batches took the same route"
-    whole = Compute(with_span(setup_of("A"), None))
+    whole = Compute(with_span(narrowed("A"), None))
     whole.span.inner.zero_grad()
     for inputs_BT, targets_BT in batches(computes["A"], 12):
         (decoder.loss_of(nn.Sequential(*whole.span.layers)(inputs_BT), targets_BT) / 12).backward()  # type: ignore[no-untyped-call]
