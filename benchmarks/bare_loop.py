@@ -137,7 +137,7 @@ def _share(train: config.TrainConfig, step: int) -> float:
 
 
 class FastestOnCpu(BaseTorchFunctionMode):
-    """A context in which torch.optim.Muon multiplies in fp32 where this CPU is faster so, instead of always in bf16."""
+    """A context in which torch.optim.Muon multiplies in this CPU's faster dtype, fp32 or bf16, not always in bf16."""
 
     def __torch_function__(
         self,

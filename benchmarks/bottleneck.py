@@ -6,8 +6,8 @@
 
 `loss`: one process trains models of width 192, with six blocks and a byte-pair vocabulary of 4,096 tokens, on the text
 of Python's standard library, AdamW, at equal tokens. They differ in the number of channels that blocks change (0: all)
-and in the channels of the feed-forward (`--hidden`): with 16 channels and 800 of these, a model has as many parameters
-as with all channels and 512. Printed is the held-out loss.
+and in the width of the feed-forward (`--hidden`): with 16 channels and 800, blocks have about as many parameters
+as with all channels and 512. It prints the held-out loss.
 
 `speed`: two peers hold half of a model of 100 M parameters each, over 50 Mb/s and 100 ms one way, in virtual time. Real
 nodes route the micro-batches; the devices take 0.2 s for 4,096 tokens in half of the model, which bounds the swarm to
@@ -51,7 +51,7 @@ UP_MBPS, ONE_WAY_S = 50.0, 0.1
 
 @cache
 def tokens() -> tuple[Tensor, Tensor]:
-    """The tokens to train on, and those held out, int64: the standard library's files in an order by chance."""
+    """Return int64 tokens to train on, and held-out tokens: the standard library's files in a random order."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -7,7 +7,7 @@ The first line measures the engine alone. For each number of ranks, fresh proces
 and merge a window of every fragment with three partners' windows, serve a newcomer, and write a checkpoint and resume.
 A rank's memory is its peak of resident memory in that time, the process itself (torch, data) included. "of one" is the
 largest rank's against one process's; "without files" the same without pages of files, such as torch's libraries;
-"without process" the same without what the process has before it builds the model.
+"without process" the same without memory in use before the model is built.
 
 With --swarm, two islands of real peers join over loopback, and train and exchange windows for so many seconds.
 """

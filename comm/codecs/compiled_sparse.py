@@ -5,8 +5,8 @@ return as long as all are finite. Each group of GROUP numbers is processed alone
 
 A group's k-th largest magnitude is found by radix selection: count how many magnitudes lie in each of 256 equal ranges,
 descend to the range of the k-th, and divide this range again. Neighbouring groups are alike, so magnitudes below 0.92
-times the previous group's k-th largest are left out, if k others are left. Loops over numbers have no branches that
-depend on the numbers, since half of such branches are predicted wrongly; a list of places grows by a sum instead.
+times the previous group's k-th largest are left out, if k others are left. Loops do not branch on the numbers, since
+CPUs mispredict half of such branches; instead each place is written, and the list's length grows by 0 or 1.
 """
 
 import numpy as np

@@ -39,8 +39,8 @@ MOST_READ = 0.6  # a peer that pulls from at least this share of a fragment's ho
 # A peer that pulls from at least MOST_READ of the holders pulls slow weights only in one of RARER * WHOLE_EVERY windows
 # (docs/results/convergence.md).
 RARER = 3
-# With shorter codes slow weights are pulled less often, so that their share of the bytes stays small: as many times
-# less as they have more bytes than DENSE_TIMES windows, rounded down (q4: 1, q1: 3, sparse: 8).
+# With shorter codes slow weights are pulled less often, so that their share of the bytes stays small: N times less,
+# N = max(1, their bytes // (DENSE_TIMES * a window's bytes)) (q4: 1, q1: 3, sparse: 8).
 DENSE_TIMES = 2
 MOST_LIGHT = 1 << 30  # a number of windows after which slow weights are due with any code
 ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
@@ -239,8 +239,8 @@ class PullExchange:
         """Return the names of the sections to pull from each partner; () stands for all sections.
 
         Usually only the pseudo-gradient is pulled. In one of `every` windows all sections are pulled from the first
-        partner, since only slow weights contain windows that we have missed: the `missed` ones of the partners count
-        RARER * WHOLE_EVERY each, so that dense codes make up for one at once. One partner's slow weights are enough,
+        partner, since only slow weights contain windows that we have missed. A missed window counts as
+        RARER * WHOLE_EVERY windows, so with a dense code one is enough. One partner's slow weights are enough,
         and more slow weights would take long over a slow link.
         """
         self._light_windows += 1 + RARER * WHOLE_EVERY * missed
@@ -250,7 +250,7 @@ class PullExchange:
         return chosen
 
     def _expected(self, window_bytes: int, on_request: int) -> tuple[int, int]:
-        """Return one of how many windows pulls all sections, and the mean bytes of an answer (see `whole_every`)."""
+        """Return N, if one window in N pulls all sections (see `whole_every`), and an answer's mean bytes."""
         partners, holders = len(self._window.partners), len(self.context.view.holders(self.context.fragment))
         every = whole_every(partners, holders, window_bytes, on_request)
         return every, window_bytes + on_request // (every * max(1, partners))
@@ -350,7 +350,7 @@ class PullExchange:
 
 
 def whole_every(partners: int, holders: int, window_bytes: int, on_request: int) -> int:
-    """Return one of how many windows of a fragment pulls all its sections, and not only those that each window pulls.
+    """Return N: one in N of a fragment's windows pulls all sections, the others only those that every window pulls.
 
     Args:
         partners: Number of peers that a window pulls from.

@@ -43,8 +43,8 @@ class PullRule(UpdateRule):
     vector of its own only between a close and its merge; at other times the baseline includes it. So gossip takes 8
     bytes of memory for each parameter, and 4 more for a fragment whose window waits for its merge.
 
-    A large fragment rounds its residual to int8, and has no baseline where that is phi plus the residual: after a merge
-    that applies its whole correction, as all do with Muon. So it takes 5 bytes then, and 9 while a window waits. The
+    A large fragment keeps its residual in int8. After a merge with rho = 1 (always with Muon), the baseline is phi plus
+    the residual and is not stored: 5 bytes a parameter then, 9 while a window waits. The
     rounding moves what the next window publishes by at most a 500th of the step between two levels of q4.
     """
 
@@ -210,7 +210,7 @@ class PullRule(UpdateRule):
         return residual
 
     def _end_window(self, rho: float = 0.0) -> None:
-        """Let the baseline include the residual of the closed window. `rho`: the share of the correction in it."""
+        """Let the baseline include the residual of the closed window. `rho`: share of the correction applied."""
         if self._rounds and rho == 1.0:  # the baseline is phi now, less the share that `_keep_unsent` has taken
             if self.unsent_kept:
                 self.residual = self._error() * (1.0 - self.unsent_kept)

@@ -57,7 +57,7 @@ class ActivationFormat:
         """
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
-        self.sends_inputs = run.model.bottleneck is not None  # True: the next stage needs the tokens of its input
+        self.sends_inputs = run.model.bottleneck is not None  # True: each stage needs the micro-batch's tokens
         names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
         self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for slow ones
         self.backward = [WIRES[name][1] for name in names]

@@ -276,7 +276,7 @@ def choose_what_is_kept(run: config.Config, whole: bool, ranks: int = 1) -> None
     """Keep or return freed CPU tensors, whichever suits the run.
 
     New pages for the gradients cost 0.2 s in each step of 85 M parameters: 15% of a step with AdamW, 5% with Muon. A
-    peer that trains a large model with Muon pays that, and returns its gradients, 4 bytes a parameter.
+    peer that trains a large model with Muon pays that to free 4 bytes a parameter between steps.
 
     Args:
         run: The run's config.

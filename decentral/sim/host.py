@@ -46,7 +46,7 @@ from decentral.sim.network.virtual_network import Network, Port
 from decentral.sim.network.virtual_uplink import VirtualUplink
 
 EVALUATION_S = 1.0
-COPIED_SHARE = 0.1  # training waits for this share of a checkpoint's time, while states are copied; then it goes on
+COPIED_SHARE = 0.1  # share of a checkpoint's time for copying states, while training waits; the rest runs beside it
 EARLY_S = 1e-6  # Unix times are so large that rounding may let a timer fire early by this much
 Respond = Callable[[Envelope], None]
 
@@ -220,7 +220,7 @@ class Engine:
         self.agenda.at(self._beside_until, lambda: self.reporter.report(job, outcome))
 
     def _done(self, job: jobs.Job, outcome: jobs.Outcome | None) -> None:
-        """Report a job's outcome (None: the worker goes on with the job), and begin the next job."""
+        """Report a job's outcome (None: the worker reports it later), and begin the next job."""
         if outcome is not None:
             self.reporter.report(job, outcome)
         self.doing = False

@@ -2,8 +2,8 @@
 
 One link is probed at a time, with a pause before the next link, since 1 MiB takes seconds on a home uplink, and peers
 that join at the same time would slow down each other's probes. Later, gossip exchanges measure the downlink
-(comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, and one to each much
-nearer peer, uploads over the two fastest links are repeated in turn, at growing intervals.
+(comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, and those to much
+nearer peers, uploads over the two fastest links are repeated in turn, at growing intervals.
 
 An upload of WARM_UP_BYTES comes first, so that TCP slow start hardly counts, whether or not other messages used the
 connection before. Repeated uploads have LONG_PROBE_BYTES if that takes at most LONG_PROBE_S, or if a shorter one took
@@ -35,7 +35,7 @@ LONG_PROBE_S = 2.0  # uploads of LONG_PROBE_BYTES are repeated over links that n
 SHORT_PROBE_S = 0.3  # an upload that takes less time than this is repeated with more bytes
 LEAST_PROBE_BYTES = 64 * KiB  # the smallest upload, which an uplink of 3 kB/s still sends within PROBE_DEADLINE_S
 NEARER = (
-    0.5  # a peer with less than this part of the latency of all measured links may be reached by another, faster way
+    0.5  # a peer whose latency is below this share of every measured link's may be reached over a faster path
 )
 PROBE_STEP = 4  # factor by which uploads shrink after a missed deadline, and grow if they were too short to measure
 PROBE_AFTER_S = 2.0
@@ -129,8 +129,8 @@ class Prober:
         """Choose the link to probe, and return its first probe.
 
         Until PROBED_PEERS links are measured, choose an unmeasured link; later, one of the two fastest links. The link
-        to a much nearer peer comes first: inside a laboratory links are faster than to other places, and if only the
-        latter were measured, our uplink would seem slow, and all that we send would be paced.
+        to a much nearer peer comes first: links inside a laboratory are faster than links out of it. If only the
+        latter were measured, our uplink would seem slow, and every message would be slowed to match.
         """
         links = self.meter.links
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}

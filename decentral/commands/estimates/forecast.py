@@ -220,7 +220,7 @@ def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:
 def _by_routes(plan: ThroughputPlan, topology: Topology, run: Config, tokens_per_s: float) -> Floats:
     """Return the bytes/s of activations and gradients between each two peers at this speed."""
     index = {name: number for number, name in enumerate(topology.ids)}
-    hidden, sent_NN = 2.0 * run.model.d_model, np.zeros((len(topology), len(topology)))
+    hidden, sent_NN = 2.0 * run.model.d_written, np.zeros((len(topology), len(topology)))
     for route in plan.routes:
         for (sender, _, _), (receiver, _, _) in itertools.pairwise(route["hops"]):
             sent_NN[index[sender], index[receiver]] += route["share"] * tokens_per_s * hidden

@@ -169,7 +169,7 @@ def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> f
 
 
 def _every(code: str, parameters: int, partners: int, holders: int) -> int:
-    """Return one of how many windows of a fragment pulls slow weights."""
+    """Return N: one in N of a fragment's windows pulls slow weights."""
     slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters)
     return whole_every(partners, holders, blockwise.size(code, parameters), slow)
 

@@ -107,7 +107,7 @@ class SharedLinks:
     crossing: dict[SiteLink, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
     sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
-    # (source, target) -> transfers now, and those of them that send and do not wait for acknowledgements
+    # (source, target) -> number of transfers; `_in_flight` counts only those not waiting for acknowledgements
     _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
     _in_flight: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
     # Sender -> its bandwidth probe, during which its other transfers pause (comm/net/uplink.py).
