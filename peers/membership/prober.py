@@ -34,9 +34,7 @@ LONG_PROBE_BYTES = MAX_PROBE_BYTES  # such an upload takes longer than TCP slow 
 LONG_PROBE_S = 2.0  # uploads of LONG_PROBE_BYTES are repeated over links that need at most this long for one
 SHORT_PROBE_S = 0.3  # an upload that takes less time than this is repeated with more bytes
 LEAST_PROBE_BYTES = 64 * KiB  # the smallest upload, which an uplink of 3 kB/s still sends within PROBE_DEADLINE_S
-NEARER = (
-    0.5  # a peer whose latency is below this share of every measured link's may be reached over a faster path
-)
+NEARER = 0.5  # a peer whose latency is below this share of every measured link's may be reached over a faster path
 PROBE_STEP = 4  # factor by which uploads shrink after a missed deadline, and grow if they were too short to measure
 PROBE_AFTER_S = 2.0
 PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubles up to PROBE_EVERY_S
