@@ -115,6 +115,9 @@ class PullExchange:
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
     _light_windows: int = 0  # number of windows since we last pulled more than the `light` sections
+    _again_from: int = (
+        0  # `_light_windows` after a pull of all sections that failed: WHOLE_EVERY windows before the next
+    )
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # partner -> how many more windows we do not pull from it
     _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)
@@ -247,6 +250,7 @@ class PullExchange:
         chosen = dict.fromkeys(partners, self.light)
         if self._light_windows >= every:
             chosen[partners[0]], self._light_windows = (), 0
+            self._again_from = max(0, every - WHOLE_EVERY)
         return chosen
 
     def _expected(self, window_bytes: int, on_request: int) -> tuple[int, int]:
@@ -327,6 +331,9 @@ class PullExchange:
         self._window = replace(self._window, pulled=[one for one in pulled if one not in stale])
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]
         fresh = tuple(one.contribution for one in self._window.pulled)
+        whole = {peer for peer, names in self._window.sections.items() if not names}
+        if whole.isdisjoint(one.peer for one in fresh):
+            self._light_windows = max(self._light_windows, self._again_from if whole else 0)
         return [*lines, Merge(self.context.fragment, self.seq, fresh)]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:

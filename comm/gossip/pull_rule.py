@@ -45,7 +45,8 @@ class PullRule(UpdateRule):
 
     A large fragment keeps its residual in int8. After a merge with rho = 1 (always with Muon), the baseline is phi plus
     the residual and is not stored: 5 bytes a parameter then, 9 while a window waits. The
-    rounding moves what the next window publishes by at most a 500th of the step between two levels of q4.
+    rounding error is at most a 254th of the largest residual among 256 neighbours. Only q4's residuals are rounded:
+    those of shorter codes hold most of a window's training, of which small numbers would be lost.
     """
 
     rounds_residual = True
@@ -63,6 +64,7 @@ class PullRule(UpdateRule):
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
         self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
+        self._rounds_now = False  # whether the newest window's residual is rounded
         self._baseline: Tensor | None = None  # None: the baseline is phi plus the residual
         self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
         self.history = PartnerHistory()
@@ -84,6 +86,7 @@ class PullRule(UpdateRule):
         residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
         blob, length = kernels.close(theta, baseline, residual, code)
         self.history.experience.closed(length)
+        self._rounds_now = self._rounds and code == PSEUDO_GRADIENT_CODEC
         self.baseline, self.residual = theta, residual
         self.unsent_kept = UNSENT_KEPT if code == SPARSE_CODEC else 0.0
         sent = blob if code == PSEUDO_GRADIENT_CODEC else kernels.narrow(code, blob, self.elements)
@@ -114,7 +117,7 @@ class PullRule(UpdateRule):
 
     @residual.setter
     def residual(self, vector: Tensor | None) -> None:
-        if self._rounds and vector is not None:
+        if self._rounds_now and vector is not None:
             self._residual = self.tools.codecs.encode(SLOW_WEIGHTS_CODEC, vector)
         else:
             self._residual = vector

@@ -84,6 +84,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     gossip, shared = ALGORITHMS[run.gossip.algorithm].memory_bytes, SCRATCH_BYTES
     if gossip_apart:
         gossip, shared = 0, 0
+    features = run.model.vocabulary * (run.model.d_model - run.model.d_written)  # the table of `TokenFeatures`
     sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
     ahead = WEIGHT_BYTES if run.routes.overlap and run.train.weights == "float32" else 0
     always, of_parts = (gossip + sums, 0) if run.synchronous else (gossip, sums + ahead)
@@ -96,7 +97,9 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     return MemoryNeeds(
         fragments=cut,
         state=tuple(own + always * one.parameters for own, one in zip(state, cut, strict=True)),
-        scratch=tuple((shared + ahead) * one.parameters + own for own, one in zip(at_work, cut, strict=True)),
+        scratch=tuple(
+            features + (shared + ahead) * one.parameters + own for own, one in zip(at_work, cut, strict=True)
+        ),
         activations=tuple(
             _tokens(run) * sum(layer.token for layer in own) + ahead * one.parameters
             for own, one in zip(within, cut, strict=True)
@@ -160,7 +163,8 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
         if inner and run.model.windowed:
             computed += MASK_BYTES * run.model.context**2
         if inner and train.recompute:
-            token, computed = 4 * entering[number], computed + _tokens(run) * token
+            input_width = run.model.d_model if run.model.layers is None else entering[number]
+            token, computed = 4 * input_width, computed + _tokens(run) * token
         if number == last and logits > decoder.LOGITS_AT_ONCE and run.model.layers is None:
             token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * decoder.LOGITS_AT_ONCE
         found.append(LayerBytes(frozen + 2 * weights + 4 * apart + moments + 8 * gains, step, computed, token))

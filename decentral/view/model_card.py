@@ -108,6 +108,7 @@ def _model(run: Config) -> list[tuple[str, str]]:
         ("vocabulary", f"{model.vocabulary:,} {'bytes' if run.reads_bytes else 'tokens'}"),
         ("trained by", f"{run.train.optimizer}, gossip {run.gossip.algorithm}"),
     ]
+    rows += [("bottleneck", f"{model.bottleneck} channels in training")] if model.bottleneck is not None else []
     rows += [("LoRA", f"rank {model.lora.rank}")] if model.lora is not None else []
     started = "weights sampled by seed" if model.weights is None else f"weights with digest {model.weights}"
     return [*rows, ("started from", started)]

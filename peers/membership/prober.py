@@ -82,6 +82,7 @@ class Prober:
     _up_bytes: int = PROBE_BYTES
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)  # next probes: (peer, kind), such as "ping"
     _silent: set[PeerId] = field(default_factory=set)
+    _failed: set[PeerId] = field(default_factory=set)  # peers whose probe has failed; they are never preferred
 
     def begin(self, now: Seconds) -> None:
         """Schedule the first probe, PROBE_AFTER_S from now; the node calls it when this peer starts to train."""
@@ -114,6 +115,7 @@ class Prober:
                         self.wake_at = now + PROBE_DEADLINE_S + PROBE_AGAIN_S
                     self._up_bytes = max(LEAST_PROBE_BYTES, self._up_bytes // PROBE_STEP)
                 self._silent.add(event.peer)
+                self._failed.add(event.peer)
                 return self._choose([peer for peer in peers if peer not in self._silent])
         return []
 
@@ -134,7 +136,8 @@ class Prober:
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
         latency_s = {peer: links[peer].latency_s or math.inf for peer in {*new, *ups} & links.keys()}
-        nearest = min(new, key=lambda peer: latency_s.get(peer, math.inf), default=None)
+        untried = [peer for peer in new if peer not in self._failed]
+        nearest = min(untried, key=lambda peer: latency_s.get(peer, math.inf), default=None)
         far_s = min((latency_s[peer] for peer in ups), default=math.inf)
         nearer = nearest is not None and latency_s.get(nearest, math.inf) < NEARER * far_s
         if new and (nearer or len(ups) < PROBED_PEERS):  # skip the download if one from this peer was measured before

@@ -167,6 +167,7 @@ def test_ranks_have_parts_or_compute_together_where_the_user_says_so() -> None:
         (Split.COPIES, [], "holds the whole model"),
         (Split.AUTO, ["gossip.algorithm=allreduce"], "with gossip.algorithm allreduce each device"),
         (Split.PARTS, ["gossip.algorithm=allreduce"], "use --split copies"),
+        (Split.TENSOR, ["model.bottleneck=6"], "6 bottleneck channels cannot be divided equally over 4 devices"),
         (Split.TENSOR, ["model.heads=2"], "2 heads, 2 kv_heads cannot be divided equally over 4 devices"),
     ],
 )

@@ -16,7 +16,7 @@ from decentral.sim.liars import INFLATED_TOKENS
 from tests.sim.test_fault_injector import FaultySwarm
 
 PEERS, LIAR = 6, 5
-SECONDS = 240.0
+SECONDS = 360.0
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,8 @@ def narrowed(run: Config) -> Config:
     model = run.model
     free = dict.fromkeys(("heads", "kv_heads", "hidden", "head_channels", "start_from", "weights"))
     size = {"depth": max(FEWER_BLOCKS), "width": NARROW_WIDTH, "vocabulary": min(model.vocabulary, NARROW_VOCABULARY)}
+    if model.bottleneck is not None:
+        size["bottleneck"] = max(1, model.bottleneck * NARROW_WIDTH // model.d_model)
     sequences = max(1, round(int(run.train.micro_batch) * NARROW_WIDTH / model.d_model))
     changed = {
         "model": model.model_copy(update={**free, **size}),

@@ -69,8 +69,6 @@ class Transfer:
     size: int  # bytes
     sender: Sender
     done: Callable[[], None]
-    up: float  # bytes/s of the sender's uplink
-    down: float  # bytes/s of the receiver's downlink
     site_links: Sequence[SiteLink] = ()
     rate: float = 0.0  # bytes/s since `sender.at`; 0 while the transfer waits for acknowledgements
     timer: Timer | None = None
@@ -122,12 +120,11 @@ class SharedLinks:
         """
         self._sharing[source, target] += 1
         geography, window = self.geography, self._window(source, target)
-        up, down = geography.up(source), geography.down(target)
-        path_rate = min(up, down, geography.bandwidth(source, target))
+        path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
         round_trip_s = geography.round_trip_s(source, target)
         window.use(self.agenda.now, round_trip_s)
         sender = window.sender(size, path_rate, round_trip_s, 1 if alone else self._sharing[source, target])
-        transfer = Transfer(source, target, round(size), sender, done, up, down, geography.site_links(source, target))
+        transfer = Transfer(source, target, round(size), sender, done, geography.site_links(source, target))
         if alone:
             self._alone[source] = transfer
             self.agenda.after(PROBE_HOLD_S, lambda: self._let_others_go(transfer))
@@ -254,11 +251,11 @@ class SharedLinks:
 
     def _rate(self, transfer: Transfer) -> float:
         """Return an unpaused transfer's bytes/s: its smallest share of any link."""
-        source, target = transfer.source, transfer.target
+        source, target, geography = transfer.source, transfer.target, self.geography
         alone = source in self._alone
         sent = 1 if alone else len(self.sending[source])
-        rate = min(transfer.up / sent, transfer.down / len(self.receiving[target]))
-        link = self.geography.bandwidth(source, target)
+        rate = min(geography.up(source) / sent, geography.down(target) / len(self.receiving[target]))
+        link = geography.bandwidth(source, target)
         if link < rate * sent:  # else the path to the receiver is no bottleneck
             rate = min(rate, link / (1 if alone else self._in_flight[source, target]))
         for shared in transfer.site_links:

@@ -142,7 +142,7 @@ def test_a_clock_is_judged_by_the_median_of_the_others(ahead_s: list[float], sta
 
 
 def test_the_remedy_of_a_wrong_clock_says_which_one_to_set() -> None:
-    assert "3600 s behind 3 peers'" in clock.clock([3600.0] * 3).seen
+    assert "60 min behind 3 peers'" in clock.clock([3600.0] * 3).seen
 
 
 class Path1400:

@@ -50,3 +50,10 @@ def test_a_narrow_model_s_tokens_shrink_like_its_width() -> None:
     narrow = own_speed.narrowed(run)
     assert narrow.train.micro_batch == max(1, round(8 * narrow.model.d_model / run.model.d_model))
     assert narrow.model.n_heads * narrow.model.d_head == narrow.model.d_model
+
+
+def test_a_narrow_model_keeps_the_share_of_channels_that_blocks_change() -> None:
+    run = run_of("1B")
+    bottleneck = run.model.model_copy(update={"bottleneck": run.model.d_model // 4})
+    narrow = own_speed.narrowed(run.model_copy(update={"model": bottleneck})).model
+    assert narrow.d_written == narrow.d_model // 4

@@ -9,6 +9,7 @@ from decentral.comm.wire.meter import WARM_UP_BYTES, Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Woke
+from decentral.core.reasons import Reason
 from decentral.peers.membership.prober import (
     DOWN_PROBE_BYTES,
     LEAST_PROBE_BYTES,
@@ -194,3 +195,16 @@ def test_the_link_to_a_much_nearer_peer_is_measured_whenever_it_is_found() -> No
     assert only_ask(probing.handle(Woke(), 10.0, everyone)).to == A
     probing.meter.saw(A, 0.01, 0.001, PROBE_BYTES, 10)
     assert only_ask(probing.handle(Woke(), 30.0, everyone)).to in {A, *far}
+
+
+def test_a_near_peer_whose_probe_fails_is_not_preferred_again() -> None:
+    """It would otherwise take the place of all other probes for as long as it answers pings only."""
+    probing = prober()
+    for peer in (far := [PeerId(f"far{n}") for n in range(PROBED_PEERS)]):
+        probing.meter.saw(peer, 0.05, 0.05, 10, 10)
+        probing.meter.saw(peer, 1.0, 0.05, PROBE_BYTES, 10)
+    probing.meter.saw(A, 0.001, 0.001, 10, 10)
+    ask = only_ask(probing.handle(Woke(), 10.0, [*far, A]))
+    assert ask.to == A
+    probing.handle(AskFailed(ask.tag, A, Reason.DEADLINE, 20.0), 30.0, [*far, A])
+    assert only_ask(probing.handle(Woke(), 1000.0, [*far, A])).to in far

@@ -160,10 +160,10 @@ def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter
     asks = Swarm(own).asks
     asks.lengths.cost.compute_s, asks.lengths.cost.cores = 0.006, 1.0
     assert asks.window_s() == 0.125
-    assert asks.lengths.windows(1, 10) == (2, "cores")
+    assert asks.lengths.windows(1, 10) == (4, "cores")
     asks.progress.lr_step = 1000
     assert asks.window_s() == 0.5
-    assert asks.lengths.windows(1, 10) == (2, "cores"), "four times as long, as three times the share is gone"
+    assert asks.lengths.windows(1, 10) == (2, "cores"), "twice as long, since the larger share is gone"
 
 
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
