@@ -117,6 +117,7 @@ def test_a_daemon_that_dies_with_calls_unread_is_no_traceback(tmp_path: Path) ->
     async def story() -> None:
         async with started(tmp_path / "a") as (a, said):
             a._p2p._child.send_signal(signal.SIGSTOP)
+            os.waitpid(a._p2p._child.pid, os.WUNTRACED)  # returns when it has stopped, so that it cannot read the call
             calls = a._p2p._client.control
             unread = asyncio.create_task(a._p2p._client.call_unary_handler(a._p2p.peer_id, "any", b""))
             await asyncio.sleep(0)
