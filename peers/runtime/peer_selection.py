@@ -31,7 +31,7 @@ FASTEST_DEVICE = 64.0  # published speeds are capped at this many times the medi
 WEIGHT_FLOOR = 0.1  # a slow partner is chosen with at least this share of the fastest partner's probability
 
 LONGEST_WINDOW_S = 600.0  # a gossip window is never longer than this, whatever partners claim to need
-EARLY_TIMES = 1.5  # in the swarm's first steps, gossip may use this many times its share of cores, for shorter windows
+EARLY_TIMES = 2  # in the swarm's first steps, gossip may use this many times its share of cores, for shorter windows
 ALONE_TIMES = 4  # with only one other peer, our windows are at most this many times what we need, as that peer may lie
 NEED_ROUNDING = 0.01  # a needed length this little above a power of two (in log2) is rounded down to that power
 THIN_PARTNERS = 2  # on a slow link, a peer pulls from only this many partners per window (docs/GOSSIP.md)
