@@ -7,11 +7,11 @@
 `loss`: one process trains models of width 192, with six blocks and a byte-pair vocabulary of 4,096 tokens, on the text
 of Python's standard library, AdamW, at equal tokens. They differ in the number of channels that blocks change (0: all)
 and in the width of the feed-forward (`--hidden`): with 16 channels and 800, blocks have about as many parameters
-as with all channels and 512. It prints the held-out loss.
+as with all channels and 512. The result is the held-out loss.
 
 `speed`: two peers hold half of a model of 100 M parameters each, over 50 Mb/s and 100 ms one way, in virtual time. Real
 nodes route the micro-batches; the devices take 0.2 s for 4,096 tokens in half of the model, which bounds the swarm to
-20,480 tokens/s. Printed are the tokens/s that counted.
+20,480 tokens/s. The result is the tokens/s that counted.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def batch(source: Tensor, chance: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def learned(channels: int, hidden: int, rate: float, steps: int, seed: int) -> dict[str, Any]:
-    """The held-out loss of one model after `steps` steps."""
+    """Train one model for `steps` steps and return its held-out loss."""
     model = config.ModelConfig.model_validate({**SMALL, "hidden": hidden, "bottleneck": channels or None})
     whole = nn.Sequential(*decoder.build(model, seed))
     matrices, gains = ([one for one in whole.parameters() if (one.dim() > 1) == wide] for wide in (True, False))
@@ -103,7 +103,7 @@ def learned(channels: int, hidden: int, rate: float, steps: int, seed: int) -> d
 
 
 def speed(channels: int, wire: str, seconds: float) -> dict[str, Any]:
-    """The tokens/s of two peers with half of the model each, in virtual time."""
+    """Return the tokens/s of two peers with half of the model each, in virtual time."""
     given = [f"model.bottleneck={channels}"] if channels else []
     loaded = config.load(None, [*LARGE, *given, f"routes.wire={wire}", "routes.overlap=true"])
     micro_batch = int(loaded.train.micro_batch) * loaded.model.context

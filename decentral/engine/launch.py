@@ -239,7 +239,7 @@ def _uneven(run: config.Config, ranks: int) -> str:
         "heads": model.n_heads,
         "kv_heads": model.n_kv_heads,
         "channels": model.d_model,
-        "bottleneck channels": model.d_written,
+        "bottleneck channels": model.bottleneck or 0,
         "hidden channels": model.d_hidden,
         "vocabulary": model.vocabulary,
     }

@@ -136,7 +136,7 @@ def text_of(found: RunComparison) -> str:
         _table(("", "folder", "run", "peers", "tokens", "time", "tokens/s", "loss"), _sums(names, found.runs), 26),
         "\n".join(_curves(names, found.runs, kind)),
         _losses(f"{kind} loss at tokens", names, found.at_tokens, readable_number),
-        _losses(f"{kind} loss after", names, found.at_seconds, _time),
+        _losses(f"{kind} loss after", names, found.at_seconds, precise),
         _settings(names, found),
         _table(("", "who trained", "tokens", "share", "hours", "layers", "device"), _shares(names, found.runs), 24),
     ]
@@ -180,10 +180,6 @@ def _losses(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], s
         return f"{title}: these runs have no range in common"
     cells = [(shown(place), *(_loss(one) for one in losses)) for place, *losses in rows]
     return _table((title, *names), cells, 30)
-
-
-def _time(seconds: Seconds) -> str:
-    return precise(seconds)
 
 
 def _loss(value: float) -> str:

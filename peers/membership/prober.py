@@ -137,11 +137,10 @@ class Prober:
         new = [peer for peer in sorted(peers) if peer not in ups]
         latency_s = {peer: links[peer].latency_s or math.inf for peer in {*new, *ups} & links.keys()}
         untried = [peer for peer in new if peer not in self._failed]
-        nearest = min(untried, key=lambda peer: latency_s.get(peer, math.inf), default=None)
         far_s = min((latency_s[peer] for peer in ups), default=math.inf)
-        nearer = nearest is not None and latency_s.get(nearest, math.inf) < NEARER * far_s
-        if new and (nearer or len(ups) < PROBED_PEERS):  # skip the download if one from this peer was measured before
-            peer = nearest if nearer and nearest is not None else self.rng.choice(new)
+        nearer = [peer for peer in untried if latency_s.get(peer, math.inf) < NEARER * far_s]
+        if nearer or (new and len(ups) < PROBED_PEERS):  # skip the download if one from this peer was measured before
+            peer = min(nearer, key=latency_s.__getitem__) if nearer else self.rng.choice(new)
             whole = peer not in links or not links[peer].down.known
             self._queue = [(peer, what) for what in FIRST_PROBES if whole or what != "down"]
             return self._next()
