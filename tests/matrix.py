@@ -7,7 +7,6 @@ Exit code 1: tests failed, or an environment could not be made. A Python that is
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ def main() -> None:
     args = _arguments()
     outcomes = []
     for python in args.pythons.split(","):
-        if shutil.which(python) is None:
+        if not runs(python):
             outcomes.append((python, "", "not on this machine"))
             continue
         for versions in args.versions.split(","):
@@ -33,15 +32,26 @@ def main() -> None:
     sys.exit(any(outcome.startswith("failed") for _, _, outcome in outcomes))
 
 
+def runs(python: str) -> bool:
+    """Return whether this command runs; a pyenv shim of a Python that is not switched on fails."""
+    try:
+        return subprocess.run([python, "--version"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 def tried(python: str, versions: str, folder: Path, tests: Sequence[str]) -> str:
     """Make the environment, run the tests in it, and return the line that says how it ended."""
     environment = folder / f"{Path(python).name}-{versions}"
     own = environment / "bin" / "python"
-    commands = [
+    install = ["uv", "pip", "install", "--quiet", "--python", str(own), "--resolution", RESOLUTIONS[versions]]
+    # torch names exact versions of CUDA's libraries: beside the newest of these, only an old torch could be installed.
+    first = [[*install, "torch"]] if versions == "newest" else []
+    for command in [
         ["uv", "venv", "--quiet", "--clear", "--python", python, str(environment)],
-        ["uv", "pip", "install", "--quiet", "--python", str(own), "--resolution", RESOLUTIONS[versions], "-e", EXTRAS],
-    ]
-    for command in commands:
+        *first,
+        [*install, "-e", EXTRAS],
+    ]:
         made = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
         if made.returncode:
             return f"failed to install: {made.stderr.strip().splitlines()[-1]}"

@@ -38,7 +38,7 @@ def task(stranger: TrainingPeer) -> PlanTask:
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_s", "rate"), product((0.0, 1e-300, 100.0, MOST_PER_S, 9e17), (0.0, 1e-300, 1e7, MOST_PER_S, 9e17))
+    ("tokens_per_s", "rate"), [*product((0.0, 1e-300, 100.0, MOST_PER_S, 9e17), (0.0, 1e-300, 1e7, MOST_PER_S, 9e17))]
 )
 def test_no_speed_and_no_rate_that_one_peer_publishes_ends_the_evaluation(tokens_per_s: float, rate: float) -> None:
     for held in (range(2), range(1, 3), range(0)):
