@@ -73,6 +73,7 @@ METHODS: dict[str, Method] = {
     "thin": Method(code="q1", phi_every=NEVER),
     "thin-q4": Method(phi_every=NEVER),
     "sparse": Method(code="sparse", phi_every=NEVER),
+    "sparse-whole": Method(code="sparse", phi_every=24),
     "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }
 DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"
