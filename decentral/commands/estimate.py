@@ -137,7 +137,10 @@ def _show(found: JsonObject, console: Console) -> None:
         gossip = f"; gossip each {kind['window_s']:.3g} s" if kind["window_s"] else ""
         why = f" (bound by {kind['bound']})" if kind["bound"] else ""
         console.print(f"    {kind['tokens_per_s']:,.0f} tokens/s each{gossip}{why}")
-        console.print(f"    sends {_bytes(kind['sent_bytes_per_hour'])} an hour each")
+        sent, leaving = kind["sent_bytes_per_hour"], kind["leaving_bytes_per_hour"]
+        part = _bytes(leaving) if leaving["mid"] else "none"
+        away = f", {part} of it to other places" if leaving != sent else ""
+        console.print(f"    sends {_bytes(sent)} an hour each{away}", soft_wrap=True)
         console.print(f"    receives {_bytes(kind['received_bytes_per_hour'])}")
     total = found["tokens_per_s"]
     rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"

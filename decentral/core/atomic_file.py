@@ -1,8 +1,8 @@
 """Replace files atomically: at any moment a file has its complete old or new content, even after a crash."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,6 +49,32 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666, durable: bool =
     """
     with replacing(path, mode, durable) as file:
         file.write(data)
+
+
+def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace several files of a folder: all of them, or none if the disk refuses one. The folder is made if missing.
+
+    Args:
+        folder: The folder.
+        files: The new content of each file, by its name.
+
+    Raises:
+        OSError: If a file cannot be written; the old files are then unchanged, and folders made here are removed.
+    """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as written:  # files are renamed when all are on the disk
+            for name, data in files.items():
+                file = written.enter_context(replacing(folder / name))
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            for one in made:
+                one.rmdir()
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from decentral.core import config
-from decentral.core.atomic_file import write_atomically
+from decentral.core.atomic_file import write_together
 from decentral.core.errors import UserError, writing
 from decentral.core.strict_json import JsonObject
 from decentral.model import decoder, families, huggingface
@@ -58,9 +58,7 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     described = (json.dumps(settings, indent=1) + "\n").encode()
     files = {ADAPTER: described, ADAPTER_WEIGHTS: save(weights, {"format": "pt"})}
     with writing("--out", folder, "folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomically(folder / name, content)
+        write_together(folder, files)
     return list(files)
 
 

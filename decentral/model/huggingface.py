@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from decentral.core import config, foreign_file
-from decentral.core.atomic_file import write_atomically
+from decentral.core.atomic_file import write_together
 from decentral.core.config import BYTES
 from decentral.core.errors import UserError, writing
 from decentral.core.strict_json import JsonObject
@@ -74,9 +74,7 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
     with writing("--out", folder, "folder"):
         if TOKENIZER_FILE in files:
             refuse_mixture(folder, [name for name in TOKENIZER_FILES if name not in files])
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomically(folder / name, content)
+        write_together(folder, files)
     return list(files)
 
 

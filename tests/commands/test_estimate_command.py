@@ -64,6 +64,20 @@ def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.Capt
         assert part in text
 
 
+def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--model", "125M", "--peers", SWARM)
+    home, oregon = found["peers"]
+    assert 0 < home["leaving_bytes_per_hour"]["mid"] < home["sent_bytes_per_hour"]["mid"]
+    assert 2 * home["leaving_bytes_per_hour"]["mid"] == pytest.approx(found["links"][0]["up"]["mid"], rel=1e-3)
+    assert oregon["leaving_bytes_per_hour"] == oregon["sent_bytes_per_hour"]
+    for peers, end in (
+        ("2x4090 home", r", none of it to other places"),
+        (SWARM, r", [\d.]+ .B \(.*\) of it to other places"),
+    ):
+        assert estimate.main([*QUICK, "--model", "125M", "--peers", peers]) == 0
+        assert re.search(rf"sends .* an hour each{end}\n", capsys.readouterr().out)
+
+
 def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     rows = told(capsys, "--peers", "4x3080 lab")["sizes"]
     *fit, last = rows

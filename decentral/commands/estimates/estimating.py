@@ -1,6 +1,6 @@
 """Compute the estimates that `decentral.estimate` prints, from a swarm's devices and links. Start at `estimated`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from decentral.commands.estimates import places
@@ -55,15 +55,15 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
     found = forecast(run, swarm.topology, swarm.each, seconds)
     ends = [sum(group.count for group in groups[: number + 1]) for number in range(len(groups))]
     members = [list(range(end - group.count, end)) for group, end in zip(groups, ends, strict=True)]
-    kinds = [
-        _kind(run, group, machine, found, peers)
-        for group, machine, peers in zip(groups, machines, members, strict=True)
-    ]
     by_place = {
         group.place: [peer for other, peers in zip(groups, members, strict=True) if other.place == group.place
                       for peer in peers]
         for group in groups
     }  # fmt: skip
+    kinds = [
+        _kind(run, group, machine, found, peers, by_place[group.place])
+        for group, machine, peers in zip(groups, machines, members, strict=True)
+    ]
     return {
         "model": _model(run),
         "parameters": sum(run.model.layer_parameters),
@@ -83,13 +83,22 @@ def _model(run: Config) -> str:
     return f"{size}: {shape}; {run.train.micro_batch} sequences a micro-batch, {run.train.optimizer}"
 
 
-def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peers: Sequence[int]) -> JsonObject:
+def _kind(
+    run: Config,
+    group: PeerGroup,
+    machine: Machine,
+    found: Forecast,
+    peers: Sequence[int],
+    neighbours: Collection[int],
+) -> JsonObject:
     """Return what is estimated for one peer of a group, as JSON: speed, memory, layers, traffic and window length.
 
-    The traffic is the mean over the group's peers; `peers` are their indices in the forecast.
+    The traffic is the mean over the group's peers; `peers` are their indices in the forecast, and `neighbours` those of
+    all peers of their place. Bytes to other places are `leaving`.
     """
     everyone = range(len(found.spans))
     sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
+    leaving = found.pairs.between(peers, [peer for peer in everyone if peer not in neighbours])
     window_s, bound = found.windows[peers[0]]
     return {
         "peers": group.text,
@@ -99,6 +108,7 @@ def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peer
         "holds": _holds(run, machine, [found.spans[peer] for peer in peers]),
         "tokens_per_s": float(f"{machine.tokens_per_s:.4g}"),
         "sent_bytes_per_hour": sent.times(HOUR_S / group.count).to_json(),
+        "leaving_bytes_per_hour": leaving.times(HOUR_S / group.count).to_json(),
         "received_bytes_per_hour": received.times(HOUR_S / group.count).to_json(),
         "window_s": float(f"{window_s:.4g}"),
         "bound": bound,

@@ -146,6 +146,31 @@ def test_a_page_with_a_thousand_peers_on_a_phone_is_as_wide_as_the_phone(served:
         assert complaints(driver) == []
 
 
+def test_the_table_of_200_long_named_peers_fits_a_laptop_s_screen(served: Served) -> None:
+    for number in range(200):
+        peer = f"Qm{'z' * 36}{number:08d}"
+        name = f"lab-machine-number-{number:03d}"
+        started: dict[str, Any] = {
+            "peer": peer,
+            "name": name,
+            "device": "NVIDIA GeForce RTX 4090",
+            "first": 0,
+            "last": 26,
+        }
+        served.tell(peer, 0.0, "started", **started, region="frankfurt")
+        served.tell(peer, 0.0, "joined", donors=[], seconds=0.1)
+        for step in range(1, 4):
+            served.tell(peer, step, "step", step=step, tokens=123_456_789, loss=2.5, seconds=0.9, aside={"gossip": 0.1})
+        for outcome in ["done"] * 100 + ["solo"] * 100 + ["failed"] * 10:
+            served.tell(peer, 3.0, "exchange", partner=PEERS[0], outcome=outcome, sent_bytes=123_456)
+    served.publish(4.0)
+    for width in (1440, 1366, 1024):
+        with browsing(served.url, width=width) as driver:
+            until(driver, lambda: "200 peers train" in text(driver, "#verdict"))
+            table = "const one = document.querySelector('.peers .scroll'); return one.scrollWidth - one.clientWidth"
+            assert driver.execute_script(table) == 0, width
+
+
 def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> None:
     four_peers(served)
     for number in range(600):
