@@ -139,10 +139,6 @@ def _with_routes(
         routes=_routes(topology, sorted(carried.paths, key=lambda path: (-path[0], path[1]))),
         micro_batches=_micro_batches(topology, carried, spans),
         accumulate=in_flight.accumulated(config, pipeline.sequences),
-        in_flight={
-            topology.ids[peer]: int(pipeline.capacity((peer, *spans[peer]), spans[peer]))
-            for peer in sorted(carried.routed)
-        },
     )
     used = feasibility.uses(plan, topology, costs)
     return replace(
