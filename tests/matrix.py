@@ -3,7 +3,8 @@
     python -m tests.matrix [--pythons python3.11,python3.12] [--versions lowest,newest] [--folder DIR] [TESTS...]
 
 Each combination has a virtual environment of its own (some gigabytes, as torch from the index brings CUDA's libraries).
-Exit code 1: tests failed, or an environment could not be made. A Python that is missing is named, and left out.
+Exit code 1: tests failed, or an environment could not be made. A Python that does not run here is named, and left
+out.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def main() -> None:
     outcomes = []
     for python in args.pythons.split(","):
         if not runs(python):
-            outcomes.append((python, "", "not on this machine"))
+            outcomes.append((python, "", "does not run here"))
             continue
         for versions in args.versions.split(","):
             outcomes.append((python, versions, tried(python, versions, args.folder, args.tests)))
@@ -36,7 +37,7 @@ def runs(python: str) -> bool:
     """Return whether this command runs; a pyenv shim of a Python that is not switched on fails."""
     try:
         return subprocess.run([python, "--version"], capture_output=True).returncode == 0
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

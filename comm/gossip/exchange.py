@@ -115,7 +115,7 @@ class PullExchange:
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
     _light_windows: int = 0  # number of windows since we last pulled more than the `light` sections
-    _again_from: int = 0  # if a pull of all sections fails, `_light_windows` starts here: WHOLE_EVERY before the next
+    _again_from: int = 0  # `_light_windows` after a failed pull of all sections: the next is WHOLE_EVERY later
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # partner -> how many more windows we do not pull from it
     _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)

@@ -52,14 +52,15 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666, durable: bool =
 
 
 def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Replace several files of a folder: all of them, or none if the disk refuses one. The folder is made if missing.
+    """Replace several files of a folder: all, or none if the disk cannot take one. The folder is made if missing.
 
     Args:
         folder: The folder.
         files: The new content of each file, by its name.
 
     Raises:
-        OSError: If a file cannot be written; the old files are then unchanged, and folders made here are removed.
+        OSError: If a file cannot be written: the old files are unchanged, and folders made here are removed. If a
+            written file cannot be renamed, such as over a folder: others may be replaced.
     """
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     try:

@@ -98,7 +98,7 @@ def _kind(
     """
     everyone = range(len(found.spans))
     sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
-    leaving = found.pairs.between(peers, [peer for peer in everyone if peer not in neighbours])
+    leaving = found.pairs.between(peers, sorted(set(everyone).difference(neighbours)))
     window_s, bound = found.windows[peers[0]]
     return {
         "peers": group.text,
