@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def runs(python: str) -> bool:
-    """Return whether this command runs; a pyenv shim of a Python that is not switched on fails."""
+    """Return whether this command runs. pyenv also installs commands for Pythons that it then refuses to run."""
     try:
         return subprocess.run([python, "--version"], capture_output=True).returncode == 0
     except OSError:
@@ -46,7 +46,7 @@ def tried(python: str, versions: str, folder: Path, tests: Sequence[str]) -> str
     environment = folder / f"{Path(python).name}-{versions}"
     own = environment / "bin" / "python"
     install = ["uv", "pip", "install", "--quiet", "--python", str(own), "--resolution", RESOLUTIONS[versions]]
-    # torch names exact versions of CUDA's libraries: beside the newest of these, only an old torch could be installed.
+    # torch requires exact versions of CUDA's libraries. If uv chose the newest of these first, only an old torch fits.
     first = [[*install, "torch"]] if versions == "newest" else []
     for command in [
         ["uv", "venv", "--quiet", "--clear", "--python", python, str(environment)],

@@ -65,12 +65,13 @@ def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as written:  # files are renamed when all are on the disk
+        with ExitStack() as written:  # the files are renamed at its end, only after all of them are on the disk
             for name, data in files.items():
-                file = written.enter_context(replacing(folder / name))
+                file = written.enter_context(replacing(folder / name, durable=False))
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+        sync_folder(folder)
     except BaseException:
         with suppress(OSError):
             for one in made:

@@ -1,4 +1,4 @@
-"""Files that are replaced together: all of them, or none if the disk refuses one."""
+"""Test that files are replaced together: all of them, or none if the disk refuses one."""
 
 import errno
 import os

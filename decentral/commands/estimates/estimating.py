@@ -98,7 +98,7 @@ def _kind(
     """
     everyone = range(len(found.spans))
     sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
-    leaving = found.pairs.between(peers, sorted(set(everyone).difference(neighbours)))
+    leaving = found.pairs.between(peers, _others(found, neighbours))
     window_s, bound = found.windows[peers[0]]
     return {
         "peers": group.text,
@@ -132,9 +132,14 @@ def held(run: Config, spans: Sequence[tuple[int, int]]) -> str:
     return f"{who}{planned} of {all_layers} layers"
 
 
+def _others(found: Forecast, peers: Collection[int]) -> list[int]:
+    """Return the indices of all peers but these, in order."""
+    return sorted(set(range(len(found.spans))).difference(peers))
+
+
 def _link(place: places.SharedPlace, peers: Sequence[int], found: Forecast) -> JsonObject:
     """Return the bytes per hour that the peers of a place send to other places, and receive from them."""
-    others = [peer for peer in range(len(found.spans)) if peer not in set(peers)]
+    others = _others(found, peers)
     rates = f"{place.up / MBIT:,.0f}/{place.down / MBIT:,.0f} Mb/s"
     return {
         "place": place.name,
