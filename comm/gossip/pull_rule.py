@@ -50,7 +50,7 @@ class PullRule(UpdateRule):
     """
 
     rounds_residual = True
-    """Whether large fragments round their residuals."""
+    """Whether this object rounds the residuals of large fragments."""
 
     on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
     donated: Mapping[str, str] = {"phi": "fp32"}
@@ -64,7 +64,7 @@ class PullRule(UpdateRule):
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
         self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
-        self._rounds_now = False  # whether the newest window's residual is rounded
+        self.may_round = False  # whether the newest window's residual may be rounded
         self._baseline: Tensor | None = None  # None: the baseline is phi plus the residual
         self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
         self.history = PartnerHistory()
@@ -86,7 +86,7 @@ class PullRule(UpdateRule):
         residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
         blob, length = kernels.close(theta, baseline, residual, code)
         self.history.experience.closed(length)
-        self._rounds_now = self._rounds and code == PSEUDO_GRADIENT_CODEC
+        self.may_round = self.elements >= LARGE_ELEMENTS and code == PSEUDO_GRADIENT_CODEC
         self.baseline, self.residual = theta, residual
         self.unsent_kept = UNSENT_KEPT if code == SPARSE_CODEC else 0.0
         sent = blob if code == PSEUDO_GRADIENT_CODEC else kernels.narrow(code, blob, self.elements)
@@ -117,7 +117,7 @@ class PullRule(UpdateRule):
 
     @residual.setter
     def residual(self, vector: Tensor | None) -> None:
-        if self._rounds_now and vector is not None:
+        if self._rounds and self.may_round and vector is not None:
             self._residual = self.tools.codecs.encode(SLOW_WEIGHTS_CODEC, vector)
         else:
             self._residual = vector

@@ -151,8 +151,12 @@ class _Scratch(threading.local):
             vector = self._vectors[name, dtype] = torch.empty(rows * columns, dtype=dtype)
         return vector[: rows * columns].view(rows, columns)
 
+    def free(self) -> None:
+        """Give up this thread's memory until it is needed again."""
+        self._vectors.clear()
 
-_scratch = _Scratch()
+
+scratch = _Scratch()
 
 
 def _orthogonalised(matrix: Tensor) -> Tensor:
@@ -161,8 +165,8 @@ def _orthogonalised(matrix: Tensor) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     rows, columns = sorted(matrix.shape)
     dtype = product_dtype(matrix)
-    gram_RR, update_RR = (_scratch.matrix(name, rows, rows, dtype) for name in ("gram", "update"))
-    first, second = (_scratch.matrix(name, rows, columns, dtype) for name in ("first", "second"))
+    gram_RR, update_RR = (scratch.matrix(name, rows, rows, dtype) for name in ("gram", "update"))
+    first, second = (scratch.matrix(name, rows, columns, dtype) for name in ("first", "second"))
     x_RC = matrix if dtype == matrix.dtype else first.view(matrix.shape).copy_(matrix)
     x_RC = x_RC.mT if tall else x_RC
     x_RC.div_(x_RC.norm().clamp(min=_EPSILON))

@@ -28,7 +28,7 @@ from decentral.core.rank_place import Split
 from decentral.engine import accelerator, tensor_parallel
 from decentral.engine.fragment import Arrive, CopyMemory, Live, Work, fragments_of
 from decentral.engine.inner import Inner
-from decentral.engine.muon import MOMENTUM, Muon, muon_step
+from decentral.engine.muon import MOMENTUM, Muon, muon_step, scratch
 from decentral.engine.optimizers import Operands, OptimizerState, round_stochastically, views
 from decentral.engine.shards import Cut, Division, MatrixExchange, Order, Shards, Slot
 from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
@@ -263,6 +263,7 @@ class ShardedMuon:
         updates = [torch.zeros_like(one) for one in wholes]
         if wholes:
             muon_step(updates, wholes, [one.clone() for one in wholes], rate, 0.0)
+            scratch.free()
         torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
         torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
 

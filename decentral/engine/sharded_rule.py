@@ -4,7 +4,8 @@ When a window closes or a merge begins, rank 0 gathers the vectors of one fragme
 compute, and scatters those that have changed. At other times no rank has a whole vector. So gossip costs memory for one
 fragment, and traffic between the ranks of at most 32 bytes a parameter in each window. A close gathers the snapshot
 and the baseline, and scatters the residual. A merge gathers and scatters phi and the baseline, and scatters the
-correction; then each rank adds its residual to its baseline. Rank 0's own parts stay where they are.
+correction; then each rank adds its residual to its baseline. Rank 0's own parts stay where they are. Ranks keep large
+fragments' residuals and baselines as `PullRule` does: in int8, and as the sum of phi and the residual.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,11 +39,12 @@ class ShardedGossip(FragmentGossip):
 class ShardedPullRule(PullRule):
     """`PullRule` whose vectors are whole on rank 0 only while a method needs them."""
 
-    rounds_residual = False
+    rounds_residual = False  # the ranks round their parts
 
     def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
         """Begin with phi = theta on all ranks."""
         self.live, self.shards, self.index = live, live.ranks.shards, live.fragment.index
+        self._baseline_is_sum = False  # after a merge: whether the baseline is phi plus the residual
         absent = torch.empty(live.fragment.parameters, device="meta")
         super().__init__(gossip, absent, peer, replace(tools, pinned=False))
         self.tools, self._absent = tools, absent
@@ -59,11 +61,16 @@ class ShardedPullRule(PullRule):
         """Gather the vectors of these slots; afterwards scatter those that have changed, and drop all."""
         self._gather(slots)
         yield
+        self._scatter(changed)
+
+    def _scatter(self, changed: Sequence[Slot]) -> None:
+        """Scatter the vectors of these slots, and drop all whole vectors."""
         vectors = {Slot.PHI: self.phi, Slot.BASELINE: self.baseline, Slot.RESIDUAL: self.residual}
         for slot in changed:
             whole = vectors[slot]
             assert whole is not None, "a vector that has changed is at hand"
-            self.shards.scatter(self.index, slot, whole)
+            into = Slot.ROUNDED if slot is Slot.RESIDUAL and self.may_round else slot
+            self.shards.scatter(self.index, into, whole)
         self._leave()
 
     def _gather(self, slots: Sequence[Slot]) -> None:
@@ -104,15 +111,19 @@ class ShardedPullRule(PullRule):
         if self.sample is None:
             own = self.shards.host.get(self.index, Slot.RESIDUAL, take=False)
             self.sample = WindowSample.drawn(self.elements, own)
-        kept = (Slot.RESIDUAL,) if self.unsent_kept else ()
-        with self._at_hand((Slot.PHI, Slot.BASELINE, *kept), changed=(Slot.PHI, Slot.BASELINE)):
-            correction = super().merge(parts, steps)
-        self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
+        self._gather((Slot.PHI, Slot.BASELINE, *((Slot.RESIDUAL,) if self.unsent_kept else ())))
+        correction = super().merge(parts, steps)
+        if self._baseline_is_sum:
+            self._scatter((Slot.PHI,))
+            self.shards.drop(self.index, Slot.BASELINE)
+        else:
+            self._scatter((Slot.PHI, Slot.BASELINE))
+            self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
         return correction
 
     def _end_window(self, rho: float = 0.0) -> None:
-        """Forget the closed window. `merge` and `_end_unmerged` add the residual to the baseline afterwards."""
-        self.closed = None
+        """Forget the closed window. `merge` and `_end_unmerged` let the baseline include the residual afterwards."""
+        self.closed, self._baseline_is_sum = None, self.may_round and rho == 1.0
 
     def _end_unmerged(self) -> None:
         """Apply the closed window to phi if no merge has done so."""
@@ -126,6 +137,7 @@ class ShardedPullRule(PullRule):
         self._end_unmerged()
         with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
             self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
+            self.shards.drop(self.index, Slot.RESIDUAL)
             return super().fold(theta)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
@@ -144,13 +156,15 @@ class ShardedPullRule(PullRule):
         self.closed = None
         self.history.outliers.forget()
         self.live.snapshot()
-        self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
         if "phi" in state:
+            self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
             self.shards.scatter(self.index, Slot.PHI, state["phi"])
             self.shards.scatter(self.index, Slot.RESIDUAL, state["owed"])
             self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
         else:
-            self.shards.copy(self.index, Slot.BASELINE, Slot.PHI)
+            self.shards.rename(self.index, Slot.SNAPSHOT, Slot.PHI)
+            self.shards.drop(self.index, Slot.RESIDUAL)
+            self.shards.drop(self.index, Slot.BASELINE)
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import SLOW_WEIGHTS_CODEC
+
 PART_S = 600.0  # a part that does not come to host memory within this time shows that another thread or rank has failed
 
 
@@ -46,9 +49,10 @@ class Slot(IntEnum):
     RESIDUAL = 4
     MOVED = 5  # a tensor on its way between a checkpoint and the device
     MOVED_SECOND = 6  # as MOVED, but for a tensor of AdamW's second moments, which Muon's matrices lack
+    ROUNDED = 7  # a part put here becomes the part in RESIDUAL, kept in int8
 
 
-GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # here a new part replaces the old one; in other slots it waits
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL, Slot.ROUNDED  # here a new part replaces the old one; in other slots it waits
 MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # gathering removes these parts from host memory
 
 
@@ -59,8 +63,8 @@ class _Request(IntEnum):
     SEND = 1
     RECEIVE = 2
     RENAME = 3
-    COPY = 4
-    ADD = 5
+    ADD = 4
+    DROP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +118,17 @@ class Division:
 
 
 class HostParts:
-    """This rank's fp32 parts of vectors in host memory, by fragment and slot. Thread-safe."""
+    """This rank's fp32 parts of vectors in host memory, by fragment and slot. Thread-safe.
+
+    A baseline that `drop` has removed is the sum of phi and of the residual, if there is one. So it takes no memory
+    between a merge and the next close.
+    """
 
     def __init__(self) -> None:
         """Begin without parts."""
         self._parts: dict[tuple[int, Slot], Tensor] = {}
+        self._rounded: dict[int, tuple[bytes, int]] = {}  # by fragment: a residual in int8, and its number of elements
+        self._dropped: set[int] = set()  # fragments whose baseline is phi plus the residual
         self._changed = Condition()
 
     def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
@@ -134,6 +144,14 @@ class HostParts:
                 lambda: (fragment, slot) not in self._parts, PART_S
             ):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} was not taken within {PART_S:.0f} s")
+            if slot is Slot.ROUNDED:
+                self._parts.pop((fragment, Slot.RESIDUAL), None)
+                self._rounded[fragment] = blockwise.encode(SLOW_WEIGHTS_CODEC, part), part.numel()
+                return
+            if slot is Slot.RESIDUAL:
+                self._rounded.pop(fragment, None)
+            elif slot is Slot.BASELINE:
+                self._dropped.discard(fragment)
             self._parts[fragment, slot] = part
             self._changed.notify_all()
 
@@ -145,12 +163,33 @@ class HostParts:
         """
         key = fragment, slot
         with self._changed:
+            if slot is Slot.BASELINE and fragment in self._dropped:
+                return self._sum(fragment)
+            if slot is Slot.RESIDUAL and fragment in self._rounded:
+                blob, elements = self._rounded.pop(fragment) if take else self._rounded[fragment]
+                return blockwise.decode(SLOW_WEIGHTS_CODEC, blob, elements)
             if not self._changed.wait_for(lambda: key in self._parts, PART_S):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} did not come within {PART_S:.0f} s")
             if not take:
                 return self._parts[key]
             self._changed.notify_all()
             return self._parts.pop(key)
+
+    def drop(self, fragment: int, slot: Slot) -> None:
+        """Remove a part, if it is there. Without its part in BASELINE, the baseline is phi plus the residual."""
+        with self._changed:
+            self._parts.pop((fragment, slot), None)
+            if slot is Slot.RESIDUAL:
+                self._rounded.pop(fragment, None)
+            elif slot is Slot.BASELINE:
+                self._dropped.add(fragment)
+
+    def _sum(self, fragment: int) -> Tensor:
+        """Return this rank's part of phi plus the residual, a new vector."""
+        phi = self._parts[fragment, Slot.PHI]
+        if fragment in self._rounded or (fragment, Slot.RESIDUAL) in self._parts:
+            return phi + self.get(fragment, Slot.RESIDUAL, take=False)
+        return phi.clone()
 
 
 class Shards:
@@ -202,13 +241,13 @@ class Shards:
         """Move the parts in `slot` to the slot `to`, where they replace older ones. Nothing travels between ranks."""
         self._everywhere(_Request.RENAME, fragment, slot, to)
 
-    def copy(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Copy the parts in `slot` to the slot `to`. Nothing travels between ranks."""
-        self._everywhere(_Request.COPY, fragment, slot, to)
-
     def add(self, fragment: int, slot: Slot, to: Slot) -> None:
         """Remove the parts in `slot`, and add them to those in the slot `to`. Nothing travels between ranks."""
         self._everywhere(_Request.ADD, fragment, slot, to)
+
+    def drop(self, fragment: int, slot: Slot) -> None:
+        """Remove the parts in `slot` (`HostParts.drop`). Nothing travels between ranks."""
+        self._everywhere(_Request.DROP, fragment, slot, slot)
 
     def start(self) -> None:
         """On ranks other than 0, begin to carry out the requests of rank 0, on a thread of their own."""
@@ -246,10 +285,11 @@ class Shards:
 
     def _within(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
         """Carry out a request that moves nothing between ranks."""
-        part = self.host.get(fragment, slot, take=kind is not _Request.COPY)
-        if kind is _Request.COPY:
-            part = part.clone()
-        elif kind is _Request.ADD:
+        if kind is _Request.DROP:
+            self.host.drop(fragment, slot)
+            return
+        part = self.host.get(fragment, slot, take=True)
+        if kind is _Request.ADD:
             part = self.host.get(fragment, to, take=True).add_(part)
         self.host.put(fragment, to, part)
 

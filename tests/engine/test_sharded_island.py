@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from decentral.comm.codecs import blockwise
+from decentral.comm.gossip import pull_rule
 from decentral.comm.gossip.outer_kernels import TorchKernels
+from decentral.comm.gossip.pull_rule import LARGE_ELEMENTS
 from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
@@ -138,6 +140,7 @@ class Scenario:
     train: Settings
     script: Script
     split: Split = Split.PARTS
+    large: bool = False  # whether fragments count as large, so that residuals are rounded
 
     def alone(self, ranks: int) -> Settings:
         """The settings of one process whose steps have as many micro-batches."""
@@ -151,6 +154,9 @@ SCENARIOS = {
     "two micro-batches in a step": Scenario({"accumulate": 2}, [steps(3)]),
     "recomputed": Scenario({"recompute": True}, [steps(3), evaluate]),
     "a merge": Scenario({}, [steps(3), merge, steps(2), merge, steps(1)]),
+    "merges of large fragments": Scenario({}, [steps(3), merge, steps(2), merge, rest, merge, steps(1)], large=True),
+    "a checkpoint of large fragments": Scenario({}, [steps(2), merge, save, steps(2), resume, merge, steps(1)], large=True),
+    "large fragments with AdamW": Scenario({"optimizer": "adamw"}, [steps(3), merge, steps(2), merge, steps(1)], large=True),
     "a fragment that rested": Scenario({}, [steps(2), rest, steps(2), serve_a_newcomer, merge, steps(1)]),
     "a donor's state": Scenario({}, [steps(3), import_donors_state, steps(2)]),
     "a checkpoint": Scenario({}, [steps(2), merge, save, steps(2), resume, steps(2), save]),
@@ -171,6 +177,7 @@ def play(rank: int, ranks: int, ports: list[int], folder: Path) -> None:
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     for port, (name, scenario) in zip(ports, ALL.items(), strict=True):
         os.environ["MASTER_PORT"] = str(port)
+        pull_rule.LARGE_ELEMENTS = 1000 if scenario.large else LARGE_ELEMENTS
         island = Island(CPU)
         if rank:
             follow_to_the_end(island)
@@ -236,12 +243,13 @@ def folder(ranks: int, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def alone(ranks: int, text: Path, tmp_path: Path) -> Found:
+def alone(ranks: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Found:
     """What one process has after the same scenario."""
     (tmp_path / "words.txt").write_bytes(text.read_bytes())
 
     def play(name: str) -> dict[str, Tensor]:
         one = ALL[name]
+        monkeypatch.setattr(pull_rule, "LARGE_ELEMENTS", 1000 if one.large else LARGE_ELEMENTS)
         return ended(compute_of(tmp_path, one.alone(ranks), one.split), one.script)
 
     return play
@@ -252,9 +260,10 @@ def test_ranks_that_share_a_model_train_like_one_process(folder: Path, alone: Fo
     found, expected = torch.load(folder / f"{name}.pt"), alone(name)
     assert set(found) == set(expected)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
+    most = 0.04 if ALL[name].large else 0.01  # ranks round their parts of residuals in other blocks than one process
     for key, tensor in expected.items():
         apart = torch.linalg.vector_norm(found[key].double() - tensor)
-        assert apart <= 0.01 * torch.linalg.vector_norm(tensor.double()), key
+        assert apart <= most * torch.linalg.vector_norm(tensor.double()), key
 
 
 def test_weights_in_bf16_stay_near_those_of_one_process(folder: Path, alone: Found) -> None:

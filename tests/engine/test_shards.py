@@ -51,6 +51,29 @@ def test_gossip_s_vectors_are_replaced_by_newer_ones() -> None:
     assert host.get(0, Slot.PHI, take=False) is newer
 
 
+def test_a_baseline_that_was_dropped_is_phi_plus_the_residual() -> None:
+    host = HostParts()
+    host.put(0, Slot.PHI, WHOLE)
+    host.drop(0, Slot.BASELINE)
+    assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE)
+    host.put(0, Slot.RESIDUAL, torch.ones_like(WHOLE))
+    assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE + 1)
+    host.put(0, Slot.BASELINE, newer := WHOLE + 5)
+    assert host.get(0, Slot.BASELINE, take=False) is newer
+
+
+def test_a_rounded_residual_replaces_the_older_one_until_it_is_dropped() -> None:
+    host = HostParts()
+    host.put(0, Slot.PHI, WHOLE)
+    host.drop(0, Slot.BASELINE)
+    host.put(0, Slot.RESIDUAL, -WHOLE)
+    host.put(0, Slot.ROUNDED, 0.3 * WHOLE)
+    apart = (host.get(0, Slot.RESIDUAL, take=False) - 0.3 * WHOLE).abs().max()
+    assert 0 < apart <= 0.3 * WHOLE.max() / 250
+    host.drop(0, Slot.RESIDUAL)
+    assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE)
+
+
 def test_a_rank_of_four_is_counted_with_a_third_of_a_large_model_s_memory() -> None:
     run = config.load(None, ["model.depth=12", "model.width=768", "train.micro_batch=1"])
     whole = memory.needs(run)
