@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from decentral.core import config
@@ -254,7 +254,7 @@ class ShardedMuon:
         """Take a Muon step, unless `void`, together with all other ranks.
 
         Each rank changes its parts of momenta and weights. Only the orthogonalisation needs whole matrices: `muon_step`
-        with zero weights, and with momenta equal to the gradients, turns the weights into the update.
+        with zero weights, and with momenta that are the gradients, turns the weights into the update.
         """
         if void:
             return
@@ -262,7 +262,7 @@ class ShardedMuon:
         wholes = self.exchange.whole(torch._foreach_lerp(operands.gradients, operands.first, MOMENTUM))
         updates = [torch.zeros_like(one) for one in wholes]
         if wholes:
-            muon_step(updates, wholes, [one.clone() for one in wholes], rate, 0.0)
+            muon_step(updates, wholes, wholes, rate, 0.0)
             scratch.free()
         torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
         torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
@@ -350,6 +350,10 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
     root = LossModule(layers, chain)
     if not tensor:
         fully_shard(root, mesh=mesh)
+    for layer in layers:
+        if isinstance(layer, FSDPModule) and device.type == "cpu":
+            # Gather no layer ahead in the backward pass: it takes memory, and the processor has no time to spare.
+            layer.set_modules_to_backward_prefetch([layer])
     replica = BuiltReplica(run, layers, ShardedInner(lives, run.train, ranks.rank), ShardedForward(chain, root))
     ranks.take(lives, replica.forward)
     ranks.shards.start()

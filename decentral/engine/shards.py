@@ -52,7 +52,8 @@ class Slot(IntEnum):
     ROUNDED = 7  # a part put here becomes the part in RESIDUAL, kept in int8
 
 
-GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL, Slot.ROUNDED  # here a new part replaces the old one; in other slots it waits
+# In these slots a new part replaces the old one; in other slots it waits.
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL, Slot.ROUNDED
 MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # gathering removes these parts from host memory
 
 
@@ -316,10 +317,8 @@ class MatrixExchange:
     def whole(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the matrices that this rank owns. `parts`: this rank's part of each matrix."""
         own = self.owned[self.rank]
-        nothing = parts[0].new_empty(0)
-        of_owners = [parts[owner :: self.ranks] for owner in range(self.ranks)]
-        send = [torch.cat([nothing, *(one.flatten() for one in group)]) for group in of_owners]
-        received = self._exchanged(send, [own.part_elements(rank) for rank in range(self.ranks)])
+        send = [parts[owner :: self.ranks] for owner in range(self.ranks)]
+        received = self._exchanged(send, [own.part_elements(rank) for rank in range(self.ranks)], parts[0])
         flat = parts[0].new_empty(own.elements)
         for rank, part in enumerate(received):
             own.fill(flat, rank, part)
@@ -333,10 +332,12 @@ class MatrixExchange:
             matrices: The whole matrices that this rank owns.
             like: A tensor with the shape of this rank's part, for each matrix.
         """
-        own = self.owned[self.rank]
-        flat = torch.cat([like[0].new_empty(0), *(one.flatten() for one in matrices)])
-        send = [own.taken(flat, rank) for rank in range(self.ranks)]
-        received = self._exchanged(send, [one.part_elements(self.rank) for one in self.owned])
+        cuts = self.owned[self.rank].cuts
+        send = [
+            [cut.part(one, rank, self.ranks) for cut, one in zip(cuts, matrices, strict=True)]
+            for rank in range(self.ranks)
+        ]
+        received = self._exchanged(send, [one.part_elements(self.rank) for one in self.owned], like[0])
         found = list(like)
         for owner, part in enumerate(received):
             mine = like[owner :: self.ranks]
@@ -344,11 +345,12 @@ class MatrixExchange:
             found[owner :: self.ranks] = [piece.view(one.shape) for piece, one in zip(pieces, mine, strict=True)]
         return found
 
-    def _exchanged(self, send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send one vector to each rank, and return the vector that each rank sends to this rank.
+    def _exchanged(self, send: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
+        """Send some tensors to each rank, and return the vector that each rank sends to this rank.
 
-        `sizes` has the number of elements of each vector that arrives.
+        `sizes` has the number of elements of each vector that arrives. `like` has the dtype and device of all.
         """
-        received = send[0].new_empty(sum(sizes))
-        dist.all_to_all_single(received, torch.cat(list(send)), list(sizes), [len(one) for one in send])
+        sent = torch.cat([like.new_empty(0), *(one.flatten() for group in send for one in group)])
+        received = like.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, list(sizes), [sum(one.numel() for one in group) for group in send])
         return list(torch.split(received, list(sizes)))
