@@ -170,7 +170,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     begin = time.monotonic()
     problem = load(options.case)
     problem.guide(np.zeros((len(problem.most_N), 2), np.int64), 0.5)  # compiles the flow
-    budget = SearchBudget(options.seconds, clock=time.monotonic).less(time.monotonic() - begin)
+    budget = SearchBudget(max(1.0, options.seconds - (time.monotonic() - begin)), clock=time.monotonic)
     best = search(problem, options.solver, budget, chance.arrays(options.seed, "helix"))
     result = {"throughput": best.value, "layers": best.spans_N2.tolist(), "bound": problem.bound()}
     if options.json:

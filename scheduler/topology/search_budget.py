@@ -33,12 +33,26 @@ def programme_s(nonzeros: int, iterations: int) -> float:
 
 
 @dataclass(slots=True)
-class Work:
+class SharedWork:
     """What a search and all its parts have done together, in seconds of their outermost budget."""
 
     limit_s: float = 0.0  # seconds of the outermost budget
     counted_s: float = 0.0
-    began: float | None = None  # by the clock; None: not begun
+    _began: float | None = None  # by the clock; None: not begun
+
+    def within(self, seconds: float) -> None:
+        """Record the seconds of one of the budgets; the outermost has the most."""
+        self.limit_s = max(self.limit_s, seconds)
+
+    def count(self, seconds: float) -> None:
+        """Count work that takes so many seconds on a quiet core."""
+        self.counted_s += RESERVE * seconds
+
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds since the outermost search began, which is at the first call; `now` is by the clock."""
+        if self._began is None:
+            self._began = now
+        return now - self._began
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +63,11 @@ class SearchBudget:
     rounds: float = float("inf")
     clock: Callable[[], float] = lambda: 0.0
     report: Report = lambda _fraction, _best: None
-    work: Work = field(default_factory=Work)  # shared with the budgets of all parts
+    work: SharedWork = field(default_factory=SharedWork)
 
     def __post_init__(self) -> None:
-        """Record the seconds of the outermost budget, which are the most."""
-        self.work.limit_s = max(self.work.limit_s, self.seconds)
+        """Record the seconds of the budget."""
+        self.work.within(self.seconds)
 
     def part(self, share: float) -> "SearchBudget":
         """Return a budget with `share` (0 to 1) of the seconds and rounds, and with the same `clock` and `report`."""
@@ -70,10 +84,7 @@ class SearchBudget:
 
     def elapsed_s(self) -> float:
         """Return the seconds by the clock since the outermost search began."""
-        now = self.clock()
-        if self.work.began is None:
-            self.work.began = now
-        return now - self.work.began
+        return self.work.elapsed_s(self.clock())
 
     def used_s(self) -> float:
         """Return the seconds of the outermost budget that are used: the counted work, unless the clock says more.
@@ -100,7 +111,7 @@ class SearchProgress:
 
     def count(self, seconds: float) -> None:
         """Count work that takes so many seconds on a quiet core."""
-        self.budget.work.counted_s += RESERVE * seconds
+        self.budget.work.count(seconds)
 
     def seconds(self) -> float:
         """Return the seconds of the budget that the search has used since it began."""

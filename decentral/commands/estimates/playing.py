@@ -4,9 +4,8 @@ The peers run the real protocol in virtual time: they measure their links while 
 carry micro-batches along routes. All peers have the model from the start, but must still measure their links.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -127,8 +126,7 @@ def play(
     machines: Sequence[Machine],
     plan: ThroughputPlan | None,
     window_s: Seconds,
-    budget_s: Seconds,
-    clock: Callable[[], float] = time.process_time,
+    budget: SearchBudget,
 ) -> Rates:
     """Simulate the swarm for up to PLAYED_S of virtual time, and return its rates after the warm-up.
 
@@ -139,15 +137,13 @@ def play(
         plan: The peers' layers and routes; None: each peer holds the whole model.
         window_s: Length of the shortest gossip window, which replaces that of the config; it is longer if the peers'
             processors need longer windows.
-        budget_s: Limit of the processor time that playing takes, seconds. The simulator's events are counted
-            (search_budget.py), so that equal swarms have equal rates.
-        clock: The processor time in seconds, from any time.
+        budget: Limit of playing. The simulator's events count, so that equal swarms have equal rates.
 
     Raises:
         UserError: If the plan cuts the model within a fragment.
     """
     scenario = scenario_of(run_config, topology, machines, plan, window_s, PLAYED_S, 0)
-    watch, progress = PlayedSwarm(), SearchProgress(SearchBudget(budget_s, clock=clock), 0.0)
+    watch, progress = PlayedSwarm(), SearchProgress(budget, 0.0)
     counted = 0
 
     def sampled(_: Seconds) -> None:

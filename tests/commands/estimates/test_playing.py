@@ -12,7 +12,7 @@ from decentral.commands.estimates.places import groups_of, topology_of
 from decentral.commands.estimates.playing import EVENT_S, WARM_UP_S, PlayedSwarm, play
 from decentral.core import config
 from decentral.core.ids import PeerId
-from decentral.scheduler.topology.search_budget import RESERVE
+from decentral.scheduler.topology.search_budget import RESERVE, SearchBudget
 
 LARGE = ["model.depth=12", "model.width=768", "model.vocabulary=50304", "model.context=1024", "train.micro_batch=8"]
 ANN, BOB = PeerId("QmAnn"), PeerId("QmBob")
@@ -52,7 +52,8 @@ def test_a_swarm_is_played_for_as_many_events_however_slowly_the_clock_moves(mon
     slow = itertools.count(0.0, 1e-6)
     fast = itertools.count(0.0, budget_s / 4)
     still, slowly, cut = (
-        play(run, where, kinds * 2, None, 8.0, budget_s, clock) for clock in (lambda: 0.0, slow.__next__, fast.__next__)
+        play(run, where, kinds * 2, None, 8.0, SearchBudget(budget_s, clock=clock))
+        for clock in (lambda: 0.0, slow.__next__, fast.__next__)
     )
     np.testing.assert_array_equal(still.sent_NN, slowly.sent_NN)
     assert still.tokens == slowly.tokens > 0
