@@ -113,7 +113,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     "scipy": {
         "scheduler.sync": "step_needs",
         "scheduler.partners": "mixing",
-        "scheduler.throughput": "bound in_flight max_flow milp routing",
+        "scheduler.throughput": "bound in_flight max_flow milp routing sparse_rows",
     },
     "hivemind": {
         "comm.net": "daemon libp2p libp2p_directory libp2p_services dht_calls dht_values",
@@ -151,7 +151,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",
         "commands.checks": "disk",
-        "commands.estimates": "forecast own_speed playing",
+        "commands.estimates": "forecast own_speed",
         "commands": "dashboard invite local plan ps push simulation stop",
     },
     "random": {

@@ -32,7 +32,7 @@ from decentral.scheduler.spans.moves import filled, in_a_row, paces
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.solvers import SEARCHES, search
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 SOURCE, SINK = -1, -2
 CASE_BYTES = 64_000_000
@@ -75,7 +75,9 @@ class HelixProblem:
         """Return the maximum flow, and the flow through each node, in tokens/s."""
         return helix_flow.flow(spans_N2, self.layers, self.rate_NS, self.link_NN, self.source_N, self.sink_N)
 
-    def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
+    guide_s = 0.0  # only the clock limits the search
+
+    def evaluate(self, spans_N2: Ints, progress: SearchProgress | None = None) -> SpanValue:
         value, through_N = self.flow(spans_N2)
         capacity_N = self.rate_NS[np.arange(len(spans_N2)), spans_N2[:, 1] - spans_N2[:, 0]]
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())
@@ -168,7 +170,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     begin = time.monotonic()
     problem = load(options.case)
     problem.guide(np.zeros((len(problem.most_N), 2), np.int64), 0.5)  # compiles the flow
-    budget = SearchBudget(options.seconds, clock=time.monotonic).less(time.monotonic() - begin)
+    budget = SearchBudget(max(1.0, options.seconds - (time.monotonic() - begin)), clock=time.monotonic)
     best = search(problem, options.solver, budget, chance.arrays(options.seed, "helix"))
     result = {"throughput": best.value, "layers": best.spans_N2.tolist(), "bound": problem.bound()}
     if options.json:

@@ -36,16 +36,19 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
 from decentral.core.strict_json import JsonObject
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
-from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress, programme_s
 from decentral.scheduler.topology.topology import Topology
 
 MOST_EXACT = 32  # with more peers, the linear programme of `fastest` takes too long: only `ascended` runs
+FASTEST_MODES = 4  # a round of `fastest` finds the slow modes about so many times
 CUTS = 4  # one round of `fastest` adds at most this many cutting planes for each group of holders
 SLOW = 6  # the slope of lambda_2 is averaged over this many eigenvectors of each group, those that decay most slowly
 STEPS = 20  # steps of gradient ascent in one round of `ascended`
 ASCENT_ROUNDS = 40
 LARGE_GROUP = 128  # if a layer has more holders, Lanczos' method is faster than computing all eigenvalues
 LANCZOS_TOLERANCE = 1e-6
+# Seconds on a quiet core for the slowest modes of a group: in all; per peer; per two peers.
+MODES_S = (5e-5, 5e-6, 1e-7)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,12 +165,13 @@ def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sea
     worth = np.divide(1.0, cost, out=np.zeros_like(cost), where=cost > 0)
     best, best_value = start, slowest(start, groups)
     progress = SearchProgress(replace(budget, rounds=min(budget.rounds, ASCENT_ROUNDS)), -best_value)
-    taken = 0
+    taken, modes_s = 0, _modes_s(groups)
     while progress.goes_on():
         for _ in range(STEPS):
             busy = share.sum(axis=1)
             share /= busy.max()
             value, slope = _slope(share * worth, groups)
+            progress.count(modes_s)
             if value > best_value:
                 best, best_value = share * worth, value
             price = np.exp(30.0 * (busy / busy.max() - 1))
@@ -175,7 +179,7 @@ def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sea
             push = slope * worth / max(value, 1e-30) - (price[:, None] + price[None, :])
             taken += 1
             share = share * np.exp(np.clip(push / np.abs(push[cost > 0]).max() / (1 + taken / 100) ** 0.5, -2, 2))
-            if progress.seconds() > budget.seconds:
+            if progress.late():
                 break
         progress.report(-best_value)
     return best
@@ -190,13 +194,16 @@ def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sear
     best = rate = start
     best_value = scale = slowest(start, groups)
     cuts: list[Floats] = []
+    modes_s = _modes_s(groups)
     progress = SearchProgress(replace(budget, rounds=min(budget.rounds, ASCENT_ROUNDS)), -best_value)
     while progress.goes_on():
         cuts += [np.append(-((v[i] - v[j]) ** 2), scale) for v in _slow_vectors(rate, groups)]
         limits = np.concatenate((np.ones(peers), np.zeros(len(cuts))))
-        left = {"time_limit": max(0.01, min(600.0, budget.seconds - progress.seconds()))}
+        left = {"time_limit": max(0.01, min(600.0, progress.clock_left_s()))}
         value = np.append(np.zeros(pairs), -1.0)
-        found = linprog(value, np.vstack((busy, *cuts)), limits, method="highs", options=left)
+        programme = np.vstack((busy, *cuts))
+        found = linprog(value, programme, limits, method="highs", options=left)
+        progress.count(FASTEST_MODES * modes_s + programme_s(pairs * (2 + len(cuts)), found.nit))
         if found.status != 0:
             break  # no more time, or no solution: return the best so far
         corner = np.zeros_like(seconds)
@@ -222,6 +229,11 @@ def scaled(weight: Floats, seconds: Floats) -> Floats:
 def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
     """Return the lambda_2, per second, of the group of holders that mixes most slowly; 0 if there is no group."""
     return min((float(_slow_modes(_laplacian(rate, group), 1)[0][0]) for group in groups), default=0.0)
+
+
+def _modes_s(groups: Sequence[Ints]) -> float:
+    """Return the seconds on a quiet core in which `_slope` or `slowest` finds the slow modes of all groups."""
+    return sum(float(np.dot(MODES_S, (1, len(group), len(group) ** 2))) for group in groups)
 
 
 def _laplacian(rate: Floats, group: Ints) -> Floats:

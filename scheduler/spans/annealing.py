@@ -6,7 +6,7 @@ from decentral.scheduler.spans.moves import filled, in_a_row, proposal
 from decentral.scheduler.spans.trials import Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
-ROUND_MOVES = 100  # moves between two looks at the clock; they count as one round of the budget
+ROUND_MOVES = 100  # moves between two looks at the budget; they count as one round of the budget
 LEAST_STEPS = 100  # an annealing has at least this many moves per peer, unless the budget ends
 PART = 0.25  # an annealing has at least this share of the moves of all earlier ones together, so it cools more slowly
 SMOOTH_WEIGHTS = (

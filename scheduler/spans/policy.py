@@ -19,6 +19,7 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 BATCH = 16  # number of plans that are sampled for each update of theta
 RATE = 0.3
+PLACED_S = 1e-4  # seconds in which a peer is placed on a quiet core
 MOST_SIZES = 12  # for each first layer of a span, at most this many lengths of the span are considered
 FEATURES = ("mean supply", "least supply", "own supply", "size", "begins at an edge", "ends at an edge")
 FIRST_THETA = (-4.0, -4.0, 0.0, 2.0, 1.0, 1.0)  # initial weights prefer scarce layers, long spans, other spans' edges
@@ -41,6 +42,7 @@ def search(trials: Trials, starts: list[Ints]) -> None:
         values, gradients = list[float](), list[Floats]()
         while not values or (len(values) < BATCH and trials.goes_on()):
             spans_N2, gradient_F = _sampled(trials, choices, theta_F)
+            trials.progress.count(PLACED_S * len(choices))
             values.append(max(0.0, trials.evaluated(trials.problem.repaired(spans_N2)).value))
             gradients.append(gradient_F)
         advantage = (np.array(values) - np.mean(values)) / (np.std(values) + 1e-9)

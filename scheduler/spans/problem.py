@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.search_budget import SearchProgress
 
 SHARPNESS = 12.0  # exponent of `soft_minimum`
 
@@ -33,11 +34,18 @@ class SpanProblem(Protocol):
         All shorter spans from that layer are allowed, too.
         """
 
+    @property
+    def guide_s(self) -> float:
+        """Return the seconds that a move and its `guide` take on a quiet core."""
+
     def supply(self, peer: int, first: int, last: int) -> float:
         """Return the tokens/s of a peer that always computes layers [first, last)."""
 
-    def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
-        """Return the throughput of spans, by a maximum flow; 0 if computing it takes longer than `seconds`."""
+    def evaluate(self, spans_N2: Ints, progress: SearchProgress | None = None) -> SpanValue:
+        """Return the throughput of spans, by a maximum flow; 0 if a search with a result lacks the time for it.
+
+        The work counts in `progress`, the state of that search.
+        """
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         """Return an estimate of the throughput, in tokens/s, within microseconds; annealing maximises this estimate.

@@ -10,6 +10,7 @@ from decentral.scheduler.topology.search_budget import SearchProgress
 
 SLIGHTLY = 1e-9  # values that differ by a smaller share than this count as equal
 LIMITS_A_ROUND = 100  # this many calls of `Trials.excluded` count as one round of the budget
+LIMIT_GUIDES = 4  # a call of `Trials.excluded`, with the move before it, takes this many times as long as a guide
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class Trials:
     steps: int = 0  # moves that annealing has tried
     annealings: int = 0  # number of annealings that have begun
     limits: int = 0  # number of calls of `excluded`
-    longest_s: float = 0.0  # longest time that one evaluation has taken; a search ends early enough for one more
+    longest_s: float = 0.0  # most of the budget that an evaluation has taken; a search ends early enough for one more
 
     def goes_on(self) -> bool:
         """Return whether another evaluation may begin: the budget allows it, and the bound is not reached yet."""
@@ -54,11 +55,10 @@ class Trials:
     def evaluated(self, spans_N2: Ints) -> Candidate:
         """Evaluate spans, which takes one round of the budget, and return them with the result.
 
-        Only the first evaluation may take more seconds than the budget has left.
+        Only an evaluation before the first result may take more seconds than the budget has left.
         """
         begin = self.progress.seconds()
-        seconds = float("inf") if self.best is None else self.progress.left_s()
-        candidate = Candidate(spans_N2, self._evaluation(spans_N2, seconds))
+        candidate = Candidate(spans_N2, self._evaluation(spans_N2))
         self.longest_s = max(self.longest_s, self.progress.seconds() - begin)
         if self.best is None or candidate.value > self.best.value * (1 + SLIGHTLY):
             self.best = candidate
@@ -68,6 +68,7 @@ class Trials:
     def excluded(self, spans_N2: Ints, least: float) -> bool:
         """Return whether these spans are not valid, or `SpanProblem.limit` shows that they reach less than `least`."""
         self.limits += 1
+        self.progress.count(LIMIT_GUIDES * self.problem.guide_s)
         if self.limits % LIMITS_A_ROUND == 0 and self.best is not None:
             self.progress.report(-self.best.value)
         return self.problem.limit(spans_N2) < least * (1 - SLIGHTLY) or not self.problem.valid(spans_N2)
@@ -89,10 +90,11 @@ class Trials:
         """Count one round of the budget, in which annealing has tried `steps` moves."""
         assert self.best is not None, "a search evaluates its starts before it anneals"
         self.steps += steps
+        self.progress.count(steps * self.problem.guide_s)
         self.progress.report(-self.best.value)
 
-    def _evaluation(self, spans_N2: Ints, seconds: float) -> SpanValue:
+    def _evaluation(self, spans_N2: Ints) -> SpanValue:
         if self.problem.valid(spans_N2):
-            return self.problem.evaluate(spans_N2, seconds)
+            return self.problem.evaluate(spans_N2, self.progress)
         peers, layers = self.problem.reach_NL.shape
         return SpanValue(-np.inf, np.ones(peers), np.ones(layers))

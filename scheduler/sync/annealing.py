@@ -12,7 +12,7 @@ from decentral.scheduler.sync.local_search import Cooling
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-CHUNK = 5_000  # proposed moves between two looks at the clock
+CHUNK = 5_000  # proposed moves between two looks at the budget
 LONGEST = 400_000
 ANNEALING_HOT, COLD = 0.1, 3e-4  # first and last temperature, as shares of the first layout's cost
 ANNEALING_SMOOTH = 0.1  # weight of the mean costs in the smoothed cost, which guides the search (local_search.py)
@@ -34,7 +34,8 @@ def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.rando
             cooling = Cooling(CHUNK, hot, hot * decay, ANNEALING_SMOOTH)
             best = local_search.anneal(problem, state, best_slots, best, cooling, proposals)
             hot *= decay
-            if progress.seconds() > budget.seconds:
+            progress.count(CHUNK * local_search.move_s(problem))
+            if progress.late():
                 break
         progress.report(best)
     return best_slots

@@ -26,6 +26,7 @@ LEAST_USED = 0.8  # if speeds are not known, only pairs with at least this share
 MOST_SPEEDS = 8  # for each pair, at most this many sets of peers are tried; each adds slower peers to the set before
 LOOKS = 0.3  # share of the budget for a first look at candidates, which computes only the costs of hand-drawn layouts
 COARSE = frozenset(size << power for size in (2, 3) for power in range(12)) | {1}
+LOOK_S, PEERS_S = 1.5e-3, 2e-8  # seconds of a look on a quiet core: in all; per two peers
 LEAST_LOOKS = 8  # this many candidates get a look even if their bounds exclude them, so that a plan can name others
 # After the looks, searches: (number of the best candidates to search, share of the budget for all of them together).
 PAIR_SEARCHES = ((64, 0.3), (8, 0.4))
@@ -80,12 +81,12 @@ def choose(topology: Topology, seed: int, budget: SearchBudget) -> Choice:
     Raises:
         UserError: If no pair fits the swarm's peers, links and memory.
     """
-    begin = budget.clock()
+    begin = budget.used_s()
     ordered, parts = candidates(topology, topology.workload or Workload(stages=None, replicas=None))
     if len(ordered) == 1:
         return Choice(ordered[0], None, {}, parts)
     search = _Search(topology, ordered, seed)
-    budget = budget.less(budget.clock() - begin)
+    budget = budget.less(budget.used_s() - begin)
     search.look(budget.part(LOOKS))
     for most, share in PAIR_SEARCHES:
         search.improve(most, budget.part(share))
@@ -172,6 +173,7 @@ class _Search:
             problem, rng = candidate.problem(self.topology), self._rng(candidate)
             starts = evolve.starts(problem, candidate.region(self.topology), rng)
             costs = [local_search.total(local_search.initial_state(problem, slots.copy())) for slots in starts]
+            progress.count(LOOK_S + PEERS_S * problem.peers**2 + len(starts) * local_search.state_s(problem))
             least = int(np.argmin(costs))
             self.found[number] = (candidate.compute_s + float(costs[least]), starts[least])
             progress.report(self.best)

@@ -14,12 +14,14 @@ import numpy as np
 from decentral.scheduler.sync import layouts, local_search
 from decentral.scheduler.sync.layout_cost import Problem, boundary_costs
 from decentral.scheduler.sync.local_search import Cooling, Proposals
-from decentral.scheduler.sync.matching import EXACT_STAGES, stage_order
+from decentral.scheduler.sync.matching import EXACT_STAGES, order_s, stage_order
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 PARENTS = 10
-CHUNK_WORK = 500_000  # pairs of peers that are evaluated between two looks at the clock, about 20 ms
+CHUNK_WORK = 500_000  # pairs of peers that are evaluated between two looks at the budget, about 20 ms
+DRAW_S, DRAWN_PEER_S = 2e-4, 2e-6  # seconds to draw a layout on a quiet core: in all; per peer
+ORDERED_S, ORDERED_PAIR_S = 4e-6, 2.5e-8  # seconds to match two stages for the order: in all; per two peers
 MOST_STEPS = 200_000
 MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # a round draws at most MOST_DRAWS layouts, DRAWN_PEERS peers in all
 HOT = (0.04, 0.2)  # first temperatures of random starts, in turn, as shares of the best cost; small swarms need 0.2
@@ -91,7 +93,7 @@ class _Search:
     rng: np.random.Generator
     proposals: Proposals
     pool: Pool = field(default_factory=Pool)
-    offer_s: float = np.inf  # shortest time of a call of `offer`; a round ends early enough for one more call
+    offer_s: float = np.inf  # time of the last call of `offer`; a round ends early enough for one more call
 
     @property
     def best(self) -> float:
@@ -129,6 +131,7 @@ class _Search:
         for _ in range(min(MOST_DRAWS, DRAWN_PEERS // self.problem.peers)):
             slots = layouts.random_blocks(self.region_N, self.problem.stages, self.problem.replicas, self.rng)
             cost = self.cost(slots)
+            progress.count(DRAW_S + DRAWN_PEER_S * self.problem.peers + local_search.state_s(self.problem))
             if cost < least:
                 best, least = slots, cost
             if progress.late(self.offer_s):
@@ -151,6 +154,7 @@ class _Search:
             cooling = Cooling(chunk, hot, hot * decay, smooth)
             best = local_search.anneal(problem, state, best_slots, best, cooling, self.proposals)
             hot *= decay
+            progress.count(chunk * local_search.move_s(problem))
             if progress.late(self.offer_s + progress.seconds() - begin):
                 break
         self.offer(best_slots, progress)
@@ -160,7 +164,8 @@ class _Search:
         begin = progress.seconds()
         ordered = self.ordered(slots)
         self.pool.add(self.cost(ordered), ordered)
-        self.offer_s = min(self.offer_s, progress.seconds() - begin)
+        progress.count(_offer_s(self.problem))
+        self.offer_s = progress.seconds() - begin
 
     def ordered(self, slots: Ints) -> Ints:
         """Return the layout with its stages in the best order."""
@@ -169,6 +174,13 @@ class _Search:
         stages = slots[:used].reshape(problem.stages, problem.replicas)
         order = stage_order(boundary_costs(problem, stages), np.arange(problem.stages))
         return np.concatenate((stages[order].ravel(), slots[used:]))
+
+
+def _offer_s(problem: Problem) -> float:
+    """Return the seconds that `offer` takes on a quiet core: it matches all stages, and finds their best order."""
+    pairs, exact = problem.stages**2 / 2, problem.stages <= EXACT_STAGES
+    ordered = pairs * (ORDERED_S + ORDERED_PAIR_S * problem.replicas**2) + (order_s(problem.stages) if exact else 0.0)
+    return ordered + local_search.state_s(problem)
 
 
 def crossover(one: Ints, two: Ints, twin_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:

@@ -23,7 +23,7 @@ import numpy as np
 from decentral.core.compiled import compiled, inner
 from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.local_search import boundary
-from decentral.scheduler.sync.matching import held_karp
+from decentral.scheduler.sync.matching import held_karp, order_s
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
@@ -52,8 +52,14 @@ def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.rando
     progress = SearchProgress(budget, float(score_P.min()))
     while progress.goes_on():
         parents, crossed = draws(rng, POPULATION, problem.peers)
+        progress.count(TRIALS * trial_s(problem))
         progress.report(_trials(problem, population, progress.best, parents, crossed))
     return np.argsort(population.best_N, kind="stable")
+
+
+def trial_s(problem: Problem) -> float:
+    """Return the seconds of a trial on a quiet core: the chains of moves, and the best order of the stages."""
+    return 5e-9 * problem.stages * problem.peers**2 + order_s(problem.stages)
 
 
 def draws(rng: np.random.Generator, population: int, peers: int) -> tuple[Ints, Ints]:

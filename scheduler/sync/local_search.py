@@ -52,6 +52,17 @@ class Proposals(NamedTuple):
     random: RandomState
 
 
+def move_s(problem: Problem) -> float:
+    """Return the seconds that a proposed move takes on a quiet core; it matches stages at up to four boundaries."""
+    boundaries = min(4, problem.stages - 1)
+    return 1e-7 + 1e-8 * problem.stages + 3.5e-9 * boundaries * problem.replicas**2
+
+
+def state_s(problem: Problem) -> float:
+    """Return the seconds that the cost of a layout takes on a quiet core."""
+    return 1e-5 + 2.2e-8 * problem.stages * problem.replicas**2
+
+
 def proposals(problem: Problem, rng: np.random.Generator) -> Proposals:
     """Return a source of random moves, seeded from `rng`."""
     return Proposals(twins(problem), rng.integers(1, 1 << 63, 1, dtype=np.uint64))

@@ -16,7 +16,7 @@ import numpy as np
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.core.near_names import listed
-from decentral.scheduler.sync import annealing, degrees, evolve, exact, explain, gcma, layouts, step_needs
+from decentral.scheduler.sync import annealing, degrees, evolve, exact, explain, gcma, layouts, local_search, step_needs
 from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.plan import SyncPlan
@@ -116,6 +116,7 @@ def hand_costs(problem: Problem, region_N: Ints, seed: int, budget: SearchBudget
             if sample and progress.late():
                 return costs
             slots = layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng)
+            progress.count(degrees.LOOK_S + local_search.state_s(problem))
             costs[name] = min(costs[name], best_layout(problem, slots).cost.total)
     return costs
 

@@ -34,15 +34,18 @@ from scipy.sparse import csr_matrix
 from decentral.scheduler.throughput import link_limits
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.peer_kinds import access_limited, kinds
+from decentral.scheduler.throughput.sparse_rows import SparseRows
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
+from decentral.scheduler.topology.search_budget import SearchProgress, programme_s
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
 MOVE_COST = 1e-4  # cost of moving a token/s over a fast link, in tokens/s of throughput; a slow link costs twice that
 LEAST_LINK = 1e-7  # a link that can carry at most this share of the flow's bound is left out: the solver takes it for 0
-MOST_SOLVING_S = 1e6  # a longer time limit is not passed to the solver
 # With more variables than this, interior points (and a crossover to a vertex) take a third of the simplex's time.
 LARGE_PROGRAMME = 5_000
+LARGE_S = 2.8e-8  # seconds of interior points on a quiet core, for each nonzero entry to the power of 1.5
+MADE_S, TRANSFER_S = 2e-3, 1e-4  # seconds on a quiet core to make a programme, and to split a transfer into routes
 
 Transfer = tuple[int, int, int, float]
 """The flow from one peer to another: (sender, receiver, the layer that the receiver computes next, tokens/s)."""
@@ -71,35 +74,48 @@ class MaxFlow:
         return sent_NN
 
 
-def maximum(costs: LayerCosts, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-    """Return the maximum flow through spans; a flow of 0 if the solver fails, or needs more than `seconds`."""
+def maximum(costs: LayerCosts, spans_N2: Ints, progress: SearchProgress | None = None) -> MaxFlow:
+    """Return the maximum flow through spans; a flow of 0 if the solver fails, or the search lacks time for it.
+
+    Args:
+        costs: What layers cost each peer.
+        spans_N2: Each peer's layers.
+        progress: The search in which the work counts, with that of routes, which is expected to follow.
+    """
     holds_NL = held(costs, spans_N2)
     speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
-    scale = min(
-        float(speed_L.min()), costs.compute_bound()
-    )  # rates are in units of this: the solver needs numbers near 1
+    scale = min(float(speed_L.min()), costs.compute_bound())  # the unit of rates: the solver needs numbers near 1
     if not 0 < scale < np.inf:
         return _nothing(costs)
     programme = _Programme(costs, spans_N2, holds_NL, scale)
-    method = "highs-ipm" if programme.width > LARGE_PROGRAMME else "highs"
+    options = {}
+    if progress is not None and progress.best < np.inf:
+        if progress.lacks(programme.solving_s(0)):
+            return _nothing(costs)
+        options = {"time_limit": progress.clock_left_s()}
     found = linprog(
         programme.cost,
         programme.use,
         programme.limits,
         programme.balance,
         programme.zeros,
-        method=method,
-        options={"time_limit": seconds} if seconds < MOST_SOLVING_S else {},
+        method="highs-ipm" if programme.width > LARGE_PROGRAMME else "highs",
+        options=options,
     )
+    if progress is not None:
+        progress.count(programme.solving_s(found.nit))
     if found.status != 0:
         return _nothing(costs)
     rates = np.maximum(0.0, found.x) * scale
     computed_NL = programme.computed(rates)
+    transfers = tuple(programme.transfers(rates))
+    if progress is not None:
+        progress.count(TRANSFER_S * len(transfers))
     price_C = -found.ineqlin.marginals[: programme.groups.count]
     return MaxFlow(
         tokens_per_s=float(computed_NL[:, 0].sum()),
         computed_NL=computed_NL,
-        transfers=tuple(programme.transfers(rates)),
+        transfers=transfers,
         idle_N=1 - (computed_NL * costs.seconds_NL).sum(axis=1),
         price_L=_prices(np.append(price_C, 0.0)[programme.groups.number_N], holds_NL, costs.seconds_NL),
     )
@@ -134,11 +150,11 @@ class FlowSolver:
     costs: LayerCosts
     _known: dict[bytes, MaxFlow] = field(default_factory=dict)
 
-    def maximum(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
+    def maximum(self, spans_N2: Ints, progress: SearchProgress | None = None) -> MaxFlow:
         """Return the maximum flow through spans, from the cache or computed by the function `maximum`."""
         known = self._known.get(spans_N2.tobytes())
         if known is None:
-            known = maximum(self.costs, spans_N2, seconds)
+            known = maximum(self.costs, spans_N2, progress)
             if known.tokens_per_s > 0:
                 self.keep(spans_N2, known)
         return known
@@ -188,28 +204,6 @@ def _grouped(costs: LayerCosts, spans_N2: Ints) -> _Groups:
     return _Groups(number_N, first_C, size, cuts, holds_CP)
 
 
-class _Rows:
-    """The sparse rows of a linear programme, collected part by part."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[Ints, Ints, Floats]] = []
-        self.height = 0
-
-    def reserve(self, count: int) -> int:
-        """Add `count` empty rows, and return the number of the first."""
-        self.height += count
-        return self.height - count
-
-    def add(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        """Add a value at each of these pairs of row and column."""
-        self.parts.append((rows, columns, np.broadcast_to(np.asarray(values, np.float64), rows.shape)))
-
-    def matrix(self, width: int) -> csr_matrix:
-        """Return the rows as a sparse matrix; values at the same place are added."""
-        rows, columns, values = (np.concatenate([part[axis] for part in self.parts]) for axis in range(3))
-        return csr_matrix((values, (rows, columns)), shape=(self.height, width))
-
-
 class _Programme:
     """The linear programme for given spans. Cut c, a number from 1 to P - 1, is the boundary before part c.
 
@@ -254,6 +248,11 @@ class _Programme:
         self.balance = self._balance()
         self.zeros = np.zeros(self.balance.shape[0])
 
+    def solving_s(self, iterations: int) -> float:
+        """Return the seconds in which this programme is made and solved in so many iterations on a quiet core."""
+        nonzeros, large = int(self.use.nnz + self.balance.nnz), self.width > LARGE_PROGRAMME
+        return MADE_S + (LARGE_S * float(nonzeros) ** 1.5 if large else programme_s(nonzeros, iterations))
+
     def _carries(self, left: Floats) -> Flags:
         """Return whether this many bytes/s can carry more than the share LEAST_LINK of the flow's bound."""
         return np.asarray(left > LEAST_LINK * self.scale * self.costs.hidden_bytes)
@@ -287,7 +286,7 @@ class _Programme:
 
     def _capacities(self) -> tuple[csr_matrix, Floats]:
         """Return the rows and upper bounds of all limits: groups' time, peers' links, sites' links, links of pairs."""
-        costs, groups, rows = self.costs, self.groups, _Rows()
+        costs, groups, rows = self.costs, self.groups, SparseRows()
         size_C, load = groups.size_C.astype(np.float64), costs.hidden_bytes * self.scale
         before = np.concatenate((np.zeros((costs.peers, 1)), np.cumsum(costs.seconds_NL, axis=1)), axis=1)
         seconds_CP = np.diff(before[groups.first_C][:, groups.cuts], axis=1)
@@ -320,7 +319,7 @@ class _Programme:
 
     def _balance(self) -> csr_matrix:
         """Return the rows that must be 0: tokens enter a part, are computed and leave; pools send what they receive."""
-        groups, rows = self.groups, _Rows()
+        groups, rows = self.groups, SparseRows()
         parts = groups.holds_CP.shape[1]
         row_in, row_out = np.full(groups.holds_CP.shape, -1), np.full(groups.holds_CP.shape, -1)
         enters, leaves = self.part_Y > 0, self.part_Y < parts - 1

@@ -18,12 +18,20 @@ from decentral.scheduler.throughput.peer_kinds import access_limited
 from decentral.scheduler.topology.arrays import Ints
 
 SOLVER_S = 600.0
+# Seconds on a quiet core to prepare the search, and for each of its nodes, for each (peer, span) pair.
+ROOT_S, NODE_S = 8e-3, 6e-5
 GAP = 1e-7  # share of the optimum by which the best spans may still fall short of the bound when the solver ends
 
 
 def options(costs: LayerCosts) -> int:
     """Return the number of binary variables: the (peer, span) pairs that may fit into the peers' memories."""
     return int((reaches(costs) - np.arange(costs.layers)).sum())
+
+
+def nodes_within(costs: LayerCosts, seconds: float) -> int:
+    """Return how many branch-and-bound nodes the solver visits in so many seconds of a quiet core, about; 0 if none."""
+    pairs = options(costs)
+    return max(0, int((seconds / pairs - ROOT_S) / NODE_S))
 
 
 def best_spans(costs: LayerCosts, seconds: float = SOLVER_S, nodes: int | None = None) -> Ints | None:

@@ -72,9 +72,9 @@ def throughput_plan(
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan with this many holders of each layer; add memory or peers")
-    chosen = _with_whole_models(problem, chosen, progress.left_s())
+    chosen = _with_whole_models(problem, chosen, progress)
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
-    if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
+    if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress):
         chosen = held
     else:
         chosen = without_idle(problem, chosen)
@@ -168,12 +168,12 @@ def random_throughput(problem: FlowProblem, seed: int, budget: SearchBudget) -> 
         begin = progress.seconds()
         if progress.late(longest_s):
             break
-        rate = problem.evaluate(span_search.equal_random(problem.costs, rng), progress.left_s()).value
+        rate = problem.evaluate(span_search.equal_random(problem.costs, rng), progress).value
         best, longest_s = max(best, rate), max(longest_s, progress.seconds() - begin)
     return best or None
 
 
-def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Ints:
+def _with_whole_models(problem: FlowProblem, spans: Ints, progress: SearchProgress) -> Ints:
     """Return spans with the whole model on each peer that can hold it, unless that lowers the flow.
 
     A peer with the whole model depends on no other peer, and sends no activations unless others gain by it.
@@ -181,11 +181,11 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
     Args:
         problem: The swarm.
         spans: What a search has found.
-        seconds: Limit of the comparison; the spans stay as they are if it takes longer.
+        progress: The planning; the spans stay as they are if it lacks the time for the comparison.
     """
     layers = problem.costs.layers
     simpler = np.where((problem.reach_NL[:, 0] == layers)[:, None], (0, layers), spans)
-    gains = problem.evaluate(simpler, seconds).value >= problem.evaluate(spans).value * (1 - HEADROOM)
+    gains = problem.evaluate(simpler, progress).value >= problem.evaluate(spans).value * (1 - HEADROOM)
     return simpler if gains else spans
 
 
@@ -206,12 +206,12 @@ def without_idle(problem: FlowProblem, spans: Ints) -> Ints:
     return needed if problem.evaluate(needed).value >= problem.evaluate(spans).value * (1 - LOST_BY_ROUTES) else spans
 
 
-def _no_gain(problem: FlowProblem, found: Ints, held: Ints, seconds: float) -> bool:
+def _no_gain(problem: FlowProblem, found: Ints, held: Ints, progress: SearchProgress) -> bool:
     """Return whether the spans `found` reach at most STAY_MARGIN more tokens/s than the spans `held`.
 
-    `seconds` limits the time to evaluate the spans `held`; if it takes longer, the result is False.
+    The result is False if the planning lacks the time to evaluate the spans `held`.
     """
-    return problem.evaluate(found).value <= problem.evaluate(held, seconds).value * (1 + STAY_MARGIN)
+    return problem.evaluate(found).value <= problem.evaluate(held, progress).value * (1 + STAY_MARGIN)
 
 
 def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequence[tuple[int, int]]) -> dict[str, int]:

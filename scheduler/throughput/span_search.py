@@ -43,6 +43,8 @@ LINKED_CHAINS = 4  # for each way to group the peers, this many starts are chain
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
 MOST_AT_ONCE = 64  # with more peers, groups of regions are searched one by one
 GROUPS_SHARE = 0.5  # a large swarm's groups are searched for this share of the seconds; the rest is for the joint flow
+# Seconds of a guide with its move on a quiet core: in all; per peer and layer; per two peers; per two layers.
+GUIDE_S = (11e-6, 5e-9, 1e-9, 2.5e-9)
 LEAST = 1e-6  # share of the bound that a layer without holders supplies in the guide, which needs numbers above 0
 
 
@@ -63,12 +65,12 @@ class FlowProblem:
         """Return the tokens/s of a peer that always computes layers [first, last), as its links allow."""
         return float(self.supplies(np.array([peer]), np.array([[first, last]]))[0])
 
-    def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
+    def evaluate(self, spans_N2: Ints, progress: SearchProgress | None = None) -> SpanValue:
         """Return the throughput of the spans, by their maximum flow, and which peers are idle and which layers scarce.
 
-        The throughput is 0 if computing the flow takes longer than `seconds`.
+        The throughput is 0 if the search lacks the time to compute the flow (`max_flow.maximum`).
         """
-        flow = self.flow(spans_N2, seconds)
+        flow = self.flow(spans_N2, progress)
         return SpanValue(self.reached(spans_N2, flow), flow.idle_N, flow.price_L)
 
     def reached(self, spans_N2: Ints, flow: MaxFlow) -> float:
@@ -87,9 +89,9 @@ class FlowProblem:
             keep_latest(self._carried, key, (flow, found), max_flow.FLOWS_REMEMBERED)
         return found
 
-    def flow(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-        """Return the maximum flow through the spans, cached or computed; a flow of 0 if it takes over `seconds`."""
-        return self._flows.maximum(spans_N2, seconds)
+    def flow(self, spans_N2: Ints, progress: SearchProgress | None = None) -> MaxFlow:
+        """Return the maximum flow through the spans, cached or computed as by `max_flow.maximum`."""
+        return self._flows.maximum(spans_N2, progress)
 
     def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
         """Remember a flow through these spans, which `flow` then returns."""
@@ -99,6 +101,12 @@ class FlowProblem:
         """Return an estimate of the throughput, from its limit, the links, and what the holders of layers supply."""
         _, carried, supply_L = self._estimates.of(spans_N2)
         return (1 - smooth) * carried + smooth * soft_minimum(supply_L + LEAST * self.bound())
+
+    @cached_property
+    def guide_s(self) -> float:
+        """Return the seconds that a move and its `guide` take on a quiet core."""
+        peers, layers = self.costs.peers, self.costs.layers
+        return float(np.dot(GUIDE_S, (1, peers * layers, peers**2, layers**2)))
 
     def limit(self, spans_N2: Ints) -> float:
         """Return tokens/s that these spans do not exceed, without a linear programme."""
@@ -182,8 +190,8 @@ def search(
 
     Args:
         problem: What spans may be held, and what they reach.
-        budget: Limit of the search; in a small swarm, half of it is for the exact solver, which has a limit of
-            EXACT_NODES if the budget is in rounds, so that equal seeds give equal spans.
+        budget: Limit of the search; in a small swarm, half of it is for the exact solver, as a limit of its nodes
+            (EXACT_NODES if the budget is in rounds), so that equal seeds give equal spans.
         rng: Source of all random choices.
         first: When replanning, spans_N2 that are an additional start; None: no additional start.
         solver: A name in `solvers.SEARCHES`. With the default, the exact solver follows in a small swarm, and a large
@@ -198,7 +206,10 @@ def search(
     small = solver == "genetic" and milp.options(costs) <= (SMALL_SWARM if timed else SMALL_IN_ROUNDS)
     found = solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first)
     if small and found.value < problem.bound() * (1 - SLIGHTLY):
-        exact = milp.best_spans(costs, budget.seconds / 2, None if timed else EXACT_NODES)
+        progress = SearchProgress(budget.part(0.5), -found.value)
+        nodes = milp.nodes_within(costs, progress.work_left_s()) if timed else EXACT_NODES
+        exact = milp.best_spans(costs, progress.clock_left_s(), nodes) if nodes else None
+        progress.count(progress.work_left_s() if timed else 0.0)
         if exact is not None and problem.valid(exact) and problem.evaluate(exact).value > found.value:
             return exact
     return found.spans_N2
@@ -225,7 +236,7 @@ def _search_by_groups(
         left -= len(group)
         progress.report(-sum(flow.tokens_per_s for _, flow in flows))
     apart = max_flow.together(costs, flows)
-    joined = max_flow.maximum(costs, spans_N2, progress.left_s())
+    joined = max_flow.maximum(costs, spans_N2, progress)
     problem.keep(spans_N2, max(apart, joined, key=lambda flow: problem.reached(spans_N2, flow)))
     return spans_N2
 

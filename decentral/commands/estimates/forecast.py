@@ -7,7 +7,7 @@ routes and gossip; a swarm that is too large for the simulator is predicted by f
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,7 +93,13 @@ class Outlook:
     plan: ThroughputPlan | None  # layers and routes; None: each peer holds the whole model
 
 
-def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float) -> Outlook:
+def outlook(
+    run: Config,
+    topology: Topology | None,
+    machines: Sequence[Machine],
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outlook:
     """Predict the speed and layers of a swarm without simulating it.
 
     Args:
@@ -101,6 +107,7 @@ def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine],
         topology: The peers and their links.
         machines: Each peer's machine.
         seconds: Limit of the search for a plan, if not every peer can hold the whole model.
+        clock: Time in seconds, which ends a search that is much slower than on a quiet core (search_budget.py).
 
     Raises:
         UserError: If the peers together cannot hold the model.
@@ -117,7 +124,7 @@ def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine],
         needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
         raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
     topology = _with_costs(topology, machines)
-    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=time.monotonic))
+    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=clock))
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
     promised = plan.throughput["tokens_per_s"]
     low, high = ROUTED_SHARES
@@ -125,7 +132,13 @@ def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine],
     return Outlook(speed, spans, _limit(plan, topology, run), plan)
 
 
-def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 60.0) -> Forecast:
+def forecast(
+    run: Config,
+    topology: Topology | None,
+    machines: Sequence[Machine],
+    seconds: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Forecast:
     """Predict the speed, layers and traffic of a swarm.
 
     Args:
@@ -133,21 +146,23 @@ def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine]
         topology: The peers and their links; None: one peer alone.
         machines: Each peer's machine, in the topology's order.
         seconds: Limit of the search for a plan and of the simulation.
+        clock: As for `outlook`.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    first = outlook(run, topology, machines, PLANNING_SHARE * seconds)
+    first = outlook(run, topology, machines, PLANNING_SHARE * seconds, clock)
     speed, spans, plan = first.tokens_per_s, first.spans, first.plan
     if topology is None:
         nothing_NN = np.zeros((1, 1))
         alone = PairTraffic(nothing_NN, nothing_NN, nothing_NN)
         return Forecast(speed, spans, alone, ((0.0, ""),), first.limit)
     if plan is None:
-        _, pairs, windows = _played(run, topology, machines, spans, None, seconds)
+        _, pairs, windows = _played(run, topology, machines, spans, None, SearchBudget(seconds, clock=clock))
         return Forecast(speed, spans, pairs, windows, first.limit)
     topology = _with_costs(topology, machines)
-    rates, pairs, windows = _played(run, topology, machines, spans, plan, (1 - PLANNING_SHARE) * seconds)
+    budget = SearchBudget((1 - PLANNING_SHARE) * seconds, clock=clock)
+    rates, pairs, windows = _played(run, topology, machines, spans, plan, budget)
     promised = plan.throughput["tokens_per_s"]
     if rates is None:
         pairs = pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE)
@@ -173,7 +188,7 @@ def _played(
     machines: Sequence[Machine],
     spans: tuple[tuple[int, int], ...],
     plan: ThroughputPlan | None,
-    seconds: float,
+    budget: SearchBudget,
 ) -> tuple[Rates | None, PairTraffic, Windows]:
     """Return the rates that the simulator measured, the traffic, and the windows.
 
@@ -186,7 +201,7 @@ def _played(
         windows = tuple(zip(gossip.period_s.tolist(), gossip.bound, strict=True))
         return None, _predicted(run, topology, machines, spans, gossip), windows
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
-    rates = play(run, topology, machines, plan, least_s, seconds)
+    rates = play(run, topology, machines, plan, least_s, budget)
     by_cores = least_s > run.gossip.window_s
     pairs = between_windows(rates, run.gossip.window_s, gossip.cycle_s).within(topology)
     return rates, pairs, tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)

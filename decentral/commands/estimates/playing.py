@@ -4,7 +4,6 @@ The peers run the real protocol in virtual time: they measure their links while 
 carry micro-batches along routes. All peers have the model from the start, but must still measure their links.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.arrays import Floats
 from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim import planned
 from decentral.sim.host import Pace
@@ -33,6 +33,7 @@ WARM_UP_S = 600.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
 LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
+EVENT_S = 1e-4  # processor time of an event of the simulator on a quiet core
 MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
 
 
@@ -85,6 +86,12 @@ class PlayedSwarm:
             case CountedLine(of=executions):
                 self.tokens += sum(one.tokens * share(cuts, one.first, one.last) for one in executions)
 
+    @property
+    def events(self) -> int:
+        """Return how many events the simulator has handled."""
+        assert self._swarm is not None
+        return self._swarm.agenda.events
+
     def end(self) -> None:
         """Do nothing: `rates` counts between samples."""
 
@@ -119,7 +126,7 @@ def play(
     machines: Sequence[Machine],
     plan: ThroughputPlan | None,
     window_s: Seconds,
-    budget_s: Seconds,
+    budget: SearchBudget,
 ) -> Rates:
     """Simulate the swarm for up to PLAYED_S of virtual time, and return its rates after the warm-up.
 
@@ -130,17 +137,21 @@ def play(
         plan: The peers' layers and routes; None: each peer holds the whole model.
         window_s: Length of the shortest gossip window, which replaces that of the config; it is longer if the peers'
             processors need longer windows.
-        budget_s: Limit of the processor time that playing takes, seconds.
+        budget: Limit of playing. The simulator's events count, so that equal swarms have equal rates.
 
     Raises:
         UserError: If the plan cuts the model within a fragment.
     """
     scenario = scenario_of(run_config, topology, machines, plan, window_s, PLAYED_S, 0)
-    watch, until = PlayedSwarm(), time.process_time() + budget_s
+    watch, progress = PlayedSwarm(), SearchProgress(budget, 0.0)
+    counted = 0
 
     def sampled(_: Seconds) -> None:
+        nonlocal counted
         watch.sample()
-        if time.process_time() > until and len(watch.at) >= LEAST_SAMPLES:
+        progress.count(EVENT_S * (watch.events - counted))
+        counted = watch.events
+        if progress.late() and len(watch.at) >= LEAST_SAMPLES:
             raise StopRun
 
     run(scenario, sampled, watches=[watch])

@@ -1,12 +1,20 @@
 """What a played swarm did, counted from samples of it."""
 
+import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from decentral.commands.estimates.playing import WARM_UP_S, PlayedSwarm
+from decentral.commands.estimates import playing
+from decentral.commands.estimates.machines import machines_of
+from decentral.commands.estimates.places import groups_of, topology_of
+from decentral.commands.estimates.playing import EVENT_S, WARM_UP_S, PlayedSwarm, play
+from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.scheduler.topology.search_budget import RESERVE, SearchBudget
 
+LARGE = ["model.depth=12", "model.width=768", "model.vocabulary=50304", "model.context=1024", "train.micro_batch=8"]
 ANN, BOB = PeerId("QmAnn"), PeerId("QmBob")
 
 
@@ -33,3 +41,20 @@ def test_what_comes_before_the_warm_up_does_not_count() -> None:
     later = played(64.0, 2000.0)
     watch.at += [(WARM_UP_S + t, tokens, watch.at[-1][2] + sent) for t, tokens, sent in later.at[1:]]
     assert watch.rates().sent_NN[0, 1] == pytest.approx(1000 / 64, rel=0.02)
+
+
+def test_a_swarm_is_played_for_as_many_events_however_slowly_the_clock_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing, "PLAYED_S", 240.0)  # so that samples are near each other
+    run, groups = config.load(None, LARGE), groups_of("2xT4 home:50/500")
+    kinds = machines_of(run, groups)
+    where = topology_of(groups, [kinds[0].memory_bytes / 1e9], [1.0])
+    budget_s = RESERVE * EVENT_S * 2_000
+    slow = itertools.count(0.0, 1e-6)
+    fast = itertools.count(0.0, budget_s / 4)
+    still, slowly, cut = (
+        play(run, where, kinds * 2, None, 8.0, SearchBudget(budget_s, clock=clock))
+        for clock in (lambda: 0.0, slow.__next__, fast.__next__)
+    )
+    np.testing.assert_array_equal(still.sent_NN, slowly.sent_NN)
+    assert still.tokens == slowly.tokens > 0
+    assert cut.tokens != still.tokens

@@ -105,7 +105,7 @@ def test_who_only_donates_is_planned_where_others_begin_nothing() -> None:
 
 def test_a_swarm_whose_flow_cannot_be_solved_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failed:
-        status, message = 4, "numerical difficulties"
+        status, message, nit = 4, "numerical difficulties", 0
 
     monkeypatch.setattr(max_flow, "linprog", lambda *given, **named: Failed())
     asked = EvaluatePlans(1, task(TrainingPeer(range(2), 10**9, 50.0, 1e7)), (), searches=True, seed=1)

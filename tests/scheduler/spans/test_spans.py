@@ -19,6 +19,7 @@ class Shelves:
 
     reach_NL: Ints
     speed: float = 6.0
+    guide_s: float = 0.0
     evaluated: list[bytes] = field(default_factory=list)
 
     def supply(self, peer: int, first: int, last: int) -> float:
@@ -31,7 +32,7 @@ class Shelves:
                 supply_L[first:last] += self.supply(peer, first, last)
         return supply_L
 
-    def evaluate(self, spans_N2: Ints, seconds: float = np.inf) -> SpanValue:
+    def evaluate(self, spans_N2: Ints, progress: SearchProgress | None = None) -> SpanValue:
         self.evaluated.append(spans_N2.tobytes())
         supply_L = self.supplies(spans_N2)
         least = float(supply_L.min())

@@ -21,7 +21,7 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.search_budget import MOST_SOLVING_S, RESERVE, SearchBudget, SearchProgress
 from tests.scheduler.swarms import subset
 from tests.scheduler.throughput.plain_flow import plain_flow
 
@@ -73,7 +73,7 @@ def test_the_exact_optimum_is_the_best_of_all_spans(seed: int) -> None:
     assert max_flow.maximum(costs, exact).tokens_per_s == pytest.approx(best, rel=5e-3)
 
 
-def test_a_budget_in_rounds_limits_the_exact_solver_by_nodes_and_one_in_seconds_by_time(
+def test_the_exact_solver_has_nodes_for_half_of_the_budget_and_the_time_that_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = list[tuple[float, int | None]]()
@@ -86,7 +86,9 @@ def test_a_budget_in_rounds_limits_the_exact_solver_by_nodes_and_one_in_seconds_
     costs = replace(small(1), link_NN=small(1).link_NN / 10)
     for budget in (SearchBudget(rounds=2), SearchBudget(6.0, 2, clock=lambda: 0.0)):
         span_search.search(FlowProblem(costs, regions(costs)), budget, np.random.default_rng(0))
-    assert asked == [(np.inf, span_search.EXACT_NODES), (3.0, None)]
+    nodes = milp.nodes_within(costs, 3.0 / RESERVE)
+    assert nodes > 0
+    assert asked == [(MOST_SOLVING_S, span_search.EXACT_NODES), (6.0, nodes)]
 
 
 def test_the_exact_solver_ends_with_its_nodes_and_finds_the_same_again() -> None:
@@ -122,7 +124,7 @@ def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyP
     costs, now = replace(small(1), link_NN=small(1).link_NN / 10), [0.0]
     maximum = max_flow.maximum
 
-    def slow(costs: LayerCosts, chosen: Ints, seconds: float = np.inf) -> max_flow.MaxFlow:
+    def slow(costs: LayerCosts, chosen: Ints, progress: SearchProgress | None = None) -> max_flow.MaxFlow:
         now[0] += 3.0
         return maximum(costs, chosen)
 
@@ -302,7 +304,8 @@ def test_layers_that_were_measured_once_are_scaled_to_the_speed_of_now() -> None
 def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     now, maximum = [0.0], max_flow.maximum
 
-    def slow(costs: LayerCosts, chosen: Ints, seconds: float = np.inf) -> max_flow.MaxFlow:
+    def slow(costs: LayerCosts, chosen: Ints, progress: SearchProgress | None = None) -> max_flow.MaxFlow:
+        seconds = np.inf if progress is None or progress.best == np.inf else progress.clock_left_s()
         now[0] += min(3.0, seconds)
         return (
             maximum(costs, chosen)
