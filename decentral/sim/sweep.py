@@ -156,7 +156,7 @@ def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
     needs = memory.needs(settings.config, settings.fragments)
     starts = range(len(needs.fragments) - count + 1)
     enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
-    more = [needs.span_bytes(at, at + count + 1) - 1 for at in starts[:-1]]
+    more = [needs.span_bytes(at, at + count + 1, needs.preferred_in_flight(count + 1)) - 1 for at in starts[:-1]]
     return min([enough, *more])
 
 

@@ -7,7 +7,7 @@ and with the memory needs of engine/memory.py.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,6 +99,7 @@ class FragmentCosts(LayerCosts):
 
     needs: MemoryNeeds
     tokens_per_s: float
+    tight: bool = False  # whether a search may use memory down to the least number of micro-batches in flight
 
     def compute_bound(self) -> float:
         """Return the sum of all peers' speeds in tokens/s, including peers that may not begin micro-batches."""
@@ -109,12 +110,13 @@ class FragmentCosts(LayerCosts):
         return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
     def reach(self, peer: int, first: int) -> int:
-        """Return the end of the longest span from `first` that fits into the peer's memory; `first` if none fits.
+        """Return the end of the longest span from `first` that a search may give the peer; `first` if none fits.
 
-        A longer span may fit although a shorter one does not, so every end is tried.
+        The flow does not count micro-batches in flight, so the search gives a peer layers beside which only the least
+        number fits only if it fits no others, or if `tight`.
         """
-        ends = range(self.layers, first, -1)
-        return next((last for last in ends if self.fits(peer, first, last)), first)
+        ends = range(min(self.layers, first + self.layers - 1), first, -1)  # no peer moves to the whole model
+        return self.needs.end_of(first, ends, int(self.memory_N[peer]), self.tight)
 
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
@@ -134,6 +136,8 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     stay = max(0.0, span_search.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
     proposed = tuple(_worth(task, work, old, _placed(task, old, spans)) for spans in asked.proposals)
     cover = covering.covering(work) if asked.searches and stay == 0 else None
+    if asked.searches and stay == 0 and cover is None:
+        cover = covering.covering(replace(work, tight=True))
     if not asked.searches or (stay == 0 and cover is None):
         return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))

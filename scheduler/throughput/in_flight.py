@@ -79,11 +79,19 @@ class Pipeline:
         return list(itertools.accumulate(reversed(each)))[::-1]
 
     def capacity(self, hop: Hop, held: tuple[int, int]) -> float:
-        """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`; at least 1."""
-        (peer, first, last), costs = hop, self.costs
-        free = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
-        each = self.sequences * float(costs.activation_L[first:last].sum())
-        return min(MOST_UNDER_WAY, max(1.0, free / each))
+        """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`.
+
+        The number is as a running peer counts (`MemoryNeeds.capacity` and `StageConfig.memory_share`): as many as fit
+        whole beside the layers, but at least `least_in_flight`, each as large as one through all layers of the peer. A
+        hop through fewer layers takes a part of such a place.
+        """
+        (peer, *computed), costs = hop, self.costs
+        place_bytes, hop_bytes = (
+            self.sequences * float(costs.activation_L[first:last].sum()) for first, last in (held, computed)
+        )
+        free_bytes = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
+        places = max(costs.least_in_flight(*held), free_bytes // place_bytes)
+        return min(MOST_UNDER_WAY, places * place_bytes / hop_bytes)
 
     def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]) -> Floats:
         """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible."""

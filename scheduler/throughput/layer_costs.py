@@ -19,6 +19,7 @@ from decentral.core.config import Config, GossipConfig
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of, token_seconds
+from decentral.core.memory_needs import LEAST_IN_FLIGHT
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology import Topology, sites_of
 
@@ -84,10 +85,10 @@ class LayerCosts:
     def least_in_flight(self, first: int, last: int) -> int:
         """Return how many micro-batches of one sequence must fit in memory beside layers [first, last).
 
-        The result is 1 for the whole model and 2 for a part, of which one is computed while the other is at other
-        peers. With only 2, a device often waits; in_flight.py computes the resulting throughput.
+        The result is 1 for the whole model, and LEAST_IN_FLIGHT for a part, as at the running peers. With so few, a
+        device often waits; in_flight.py computes the resulting throughput.
         """
-        return 1 if last - first >= self.layers else 2
+        return 1 if last - first >= self.layers else LEAST_IN_FLIGHT
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Return the bytes that layers [first, last) take with a micro-batch of `sequences` sequences."""
@@ -101,12 +102,13 @@ class LayerCosts:
         return last
 
     def sequences(self, peer: int, first: int, last: int) -> int:
-        """Return the largest micro-batch, in sequences, that fits in a peer's memory beside layers [first, last).
+        """Return the largest micro-batch, in sequences, of which `least_in_flight` fit in a peer's memory.
 
         The result is between 1 and MOST_PLANNED_SEQUENCES, and 1 even if no sequence fits.
         """
         free_bytes = self.memory_N[peer] - self.state_L[first:last].sum()
-        return int(min(MOST_PLANNED_SEQUENCES, max(1, free_bytes // max(1.0, self.activation_L[first:last].sum()))))
+        least_bytes = self.least_in_flight(first, last) * self.activation_L[first:last].sum()
+        return int(min(MOST_PLANNED_SEQUENCES, max(1, free_bytes // max(1.0, least_bytes))))
 
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether every span fits in its peer's memory, and every layer has at least `self.holders` holders."""
