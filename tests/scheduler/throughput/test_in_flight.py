@@ -54,6 +54,13 @@ def test_a_transfer_over_a_far_link_begins_slowly() -> None:
     assert far.link_s(0, 1) == pytest.approx(0.2 + 2 * 7 * 0.2, rel=0.01)
 
 
+def test_activations_wait_for_the_gossip_that_the_links_carry() -> None:
+    """Both peers have 10 kB/s for all their links, and gossip about a layer takes 2 kB/s of these."""
+    thin = replace(pair().costs, rate_N=np.full(2, 1e4), snapshot_L=np.full(2, 2e3), link_share=0.5)
+    slower_s = 2 * 1000 / 8e3 - 2 * 1000 / 1e4
+    assert replace(pair(), costs=thin).kept_s(ROUTE)[0] == pytest.approx(pair().kept_s(ROUTE)[0] + slower_s, abs=1e-3)
+
+
 def test_memory_for_five_micro_batches_carries_five_in_the_time_of_one() -> None:
     kept_s = 4 * PASSES_S + 0.3
     assert pair().carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([5 * 10 / kept_s])
