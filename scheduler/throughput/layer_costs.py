@@ -44,7 +44,7 @@ class LayerCosts:
     snapshot_L: Floats  # bytes/s of gossip about each layer that a holder sends, and that it receives
     memory_N: Floats  # bytes
     link_NN: Floats  # bytes/s in the slower direction of one connection; 0 from a peer to itself
-    hidden_bytes: float  # bytes of one token's activations between two layers, one way
+    hidden_bytes: float  # bytes of one token between two layers, one way (`crossing_bytes`)
     holders: int  # each layer must be trained by at least this many peers
     rate_N: Floats  # bytes/s of the slower of each peer's uplink and downlink, for all its links; inf: unlimited
     site_N: Ints  # each peer's site, whose peers share a link to all other peers; -1: none
@@ -179,7 +179,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         snapshot_L=SNAPSHOT_BYTES * parameters_L / ROUND_S,
         memory_N=topology.memory_bytes,
         link_NN=np.where(np.isinf(link_NN), 0.0, np.minimum(link_NN, connection_NN)),
-        hidden_bytes=2.0 * model.d_written,
+        hidden_bytes=crossing_bytes(config, value_bytes=2.0),
         holders=holders,
         rate_N=np.minimum(topology.up, topology.down),
         site_N=sites_of(topology),
@@ -188,6 +188,21 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
     )
     _check_memory(found)
     return found
+
+
+def crossing_bytes(config: Config, value_bytes: float) -> float:
+    """Return the bytes in which a route sends a token from one peer to the next: its hidden values and its ids.
+
+    The ids are the token's target and, with `model.bottleneck`, its input (comm/pipeline/activations.py). The gradient
+    that comes back has no ids, but counts as much, so that links are not planned too full.
+
+    Args:
+        config: The run's config.
+        value_bytes: Bytes of a hidden value in the run's encoding.
+    """
+    id_bytes = 2 if config.model.vocabulary + (config.data.format != "text") <= 1 << 16 else 4
+    ids = 1 + (config.model.bottleneck is not None)
+    return value_bytes * config.model.d_written + ids * id_bytes
 
 
 def measured(topology: Topology) -> Flags:
