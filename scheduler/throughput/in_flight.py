@@ -105,7 +105,7 @@ class Pipeline:
             self.sequences * float(costs.activation_L[first:last].sum()) for first, last in (held, computed)
         )
         free_bytes = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
-        places = max(costs.least_in_flight(*held), free_bytes // place_bytes)
+        places = max(costs.least_in_flight(held[0], held[1]), free_bytes // place_bytes)
         return min(MOST_UNDER_WAY, places * place_bytes / hop_bytes)
 
     def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]) -> Floats:
