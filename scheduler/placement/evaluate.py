@@ -145,7 +145,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     start = old if cover is None else np.where((cover[:, 1] > cover[:, 0])[:, None], cover, old)
     new, _ = span_search.spans_replan(work, nowhere, start, budget, asked.seed, HORIZON_S)
     new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # a peer without a span in the plan keeps its old span
-    new, tokens = _without_useless_moves(task, work, old, new, rounds)
+    new, tokens = without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
     moved = int((new != old).any(axis=1).sum())
     return PlansEvaluated(asked.number, task.digest(), stay, proposed, found if tokens else (), tokens, moved)
@@ -197,15 +197,21 @@ def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
     return max(0.0, span_search.tokens_ahead(work, old, new, HORIZON_S) - DRAIN_COST_S * drained)
 
 
-def _without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:
-    """Return the plan without moves that gain nothing, and its worth in tokens; check up to `most` moves."""
+def without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:
+    """Return the plan without moves that gain nothing, and its worth in tokens; check up to `most` moves.
+
+    A peer keeps its layers if that is no worse. If another peer was to get these, that peer moves in its place.
+    """
     best = _worth(task, work, old, new)
     for peer in np.flatnonzero((new != old).any(axis=1))[:most]:
-        fewer = new.copy()
-        fewer[peer] = old[peer]
-        worth = _worth(task, work, old, fewer)
-        if worth >= best:
-            new, best = fewer, worth
+        takers = np.flatnonzero((new == old[peer]).all(axis=1) & (new != old).any(axis=1))
+        for instead in (takers[:0], takers[:1]):
+            fewer = new.copy()
+            fewer[instead], fewer[peer] = new[peer], old[peer]
+            worth = _worth(task, work, old, fewer)
+            if worth >= best:
+                new, best = fewer, worth
+                break
     return new, best
 
 
