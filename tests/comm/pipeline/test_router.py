@@ -415,7 +415,9 @@ def test_gradients_of_an_origin_peer_that_was_killed_hold_up_the_others_until_it
             before = counted(origin)
             steps.append(world.now)
     gaps = [late - early for early, late in pairwise([killed_at, *steps, world.now])]
-    assert max(gaps) < IN_DOUBT_S + COMMIT_QUERY_S + 1.0
+    aborted = [line["void"] for line in world.peers[PeerId("C")].lines if line["event"] == "uncounted"]
+    undone_s = 0.0 if overlap else 1.0 * sum(aborted)  # both passes through half of the model run once more
+    assert max(gaps) < IN_DOUBT_S + COMMIT_QUERY_S + 1.0 + undone_s
     finish(world)
     assert result(world).sound
 
