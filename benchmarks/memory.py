@@ -73,7 +73,7 @@ def measured(overrides: list[str], span: tuple[int, int]) -> tuple[int, int, int
         exercise(run, span, Path(folder) / "real")
         needs = memory.needs(run)
         parameters = sum(one.parameters for one in needs.fragments[span[0] : span[1]])
-        return needs.span_bytes(*span), resident("VmHWM") - before, parameters
+        return needs.span_bytes(*span, memory_needs.USUAL_IN_FLIGHT), resident("VmHWM") - before, parameters
 
 
 def resident(what: str) -> int:
@@ -93,10 +93,10 @@ def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
     """Does with these fragments what a peer does: micro-batches, a step, windows, merges, and an export."""
     compute = Compute(setup_of(run, span, folder))
     first, last = compute.fragments[0].first, compute.fragments[-1].last
-    for number in range(2 * memory_needs.LEAST_IN_FLIGHT):
+    for number in range(2 * memory_needs.USUAL_IN_FLIGHT):
         forward(compute, run, number, first, last)
-        if number >= memory_needs.LEAST_IN_FLIGHT - 1:
-            backward(compute, run, number - memory_needs.LEAST_IN_FLIGHT + 1, last)
+        if number >= memory_needs.USUAL_IN_FLIGHT - 1:
+            backward(compute, run, number - memory_needs.USUAL_IN_FLIGHT + 1, last)
     executions = compute.do(jobs.Seal())
     assert isinstance(executions, jobs.Sealed)
     compute.do(jobs.Apply(1, 1, 0.0))

@@ -20,9 +20,9 @@ from decentral.core.layer_work import share
 from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import Seconds
-from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
 from decentral.scheduler.throughput import layer_costs
+from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.topology import Topology
@@ -74,8 +74,8 @@ def scenario_of(
     """Return the scenario in which the planned peers begin with their planned layers, and keep these.
 
     A device computes as fast as the plan assumes. The fragments' sizes are proportional to the time that they take,
-    because peers estimate a fragment's time from its size. The plan estimates memory in another way than peers do, so
-    each peer gets the memory that its layers need with as many micro-batches in flight as the plan says.
+    because peers estimate a fragment's time from its size. Each peer has the topology's memory, and fragments take the
+    bytes that the plan counts.
 
     Raises:
         UserError: If the plan is for another topology or model, or cuts the model within a fragment.
@@ -86,7 +86,8 @@ def scenario_of(
     if counts != (plan.planned_for.get("layers"), plan.planned_for.get("parameters")):
         raise UserError("--plan: the plan was made for another model; give CONFIG as in decentral.plan --model CONFIG")
     utilisation = float(plan.planned_for["utilisation"])
-    seconds_NL = layer_costs.of_model(topology, config, utilisation=utilisation).seconds_NL
+    costs = layer_costs.of_model(topology, config, utilisation=utilisation)
+    seconds_NL = costs.seconds_NL
     cuts = _timed(fragments_of(config), (seconds_NL[0] / seconds_NL[0].sum()).tolist())
     ends = {cut.first for cut in cuts} | {cuts[-1].last}
     at = next((end for span in plan.spans.values() for end in span if end not in ends), None)
@@ -98,29 +99,30 @@ def scenario_of(
     config = config.model_copy(update={"train": config.train.model_copy(update=step)})
     tokens, index = sequences * config.model.context, {peer: number for number, peer in enumerate(topology.ids)}
     placed = [index[peer] for peer in plan.spans]
-    needs = memory.needs(config, cuts)
-    fragment = {cut.first: cut.index for cut in cuts} | {cuts[-1].last: len(cuts)}
     settings = SwarmSettings(
         config=config,
         fragments=cuts,
         pace=Pace(1.0, noise, report_s=REPORT_S),
         throttles=tuple(tokens * float(seconds_NL[number].sum()) for number in placed),
         tokens_per_step=tokens,
-        memory=tuple(_memory(plan, needs, peer, fragment) for peer in plan.spans),
+        memory=tuple(int(topology.memory_bytes[number]) for number in placed),
         spans=tuple((first, last) for first, last in plan.spans.values()),
         saved=True,
         unquantised=True,
+        planned_needs=_needs(costs, cuts, sequences),
     )
     return Scenario(settings, len(placed), seconds, seed, topology=topologies.among(topology, placed), audited=False)
 
 
-def _memory(plan: ThroughputPlan, needs: MemoryNeeds, peer: str, fragment: dict[int, int]) -> int:
-    """Return the bytes of a peer's layers with the planned micro-batches in flight, and no less than a peer requires.
-
-    `fragment` maps the layers at which fragments begin or end to their numbers.
-    """
-    begin, end = (fragment[layer] for layer in plan.spans[peer])
-    return max(needs.span_bytes(begin, end), needs.span_bytes(begin, end, plan.in_flight.get(peer, 1)))
+def _needs(costs: LayerCosts, cuts: tuple[Fragment, ...], sequences: int) -> MemoryNeeds:
+    """Return the bytes that fragments take as the plan counts them, with micro-batches of `sequences` sequences."""
+    return MemoryNeeds(
+        fragments=cuts,
+        state=tuple(int(costs.state_L[cut.first : cut.last].sum()) for cut in cuts),
+        scratch=(0,) * len(cuts),
+        activations=tuple(int(sequences * costs.activation_L[cut.first : cut.last].sum()) for cut in cuts),
+        whole_in_flight=costs.least_in_flight(0, costs.layers),
+    )
 
 
 def _timed(cuts: list[Fragment], share_L: list[float]) -> tuple[Fragment, ...]:

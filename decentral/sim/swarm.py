@@ -21,6 +21,7 @@ from decentral.core.config import Config
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
+from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import Seconds
 from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
@@ -74,6 +75,7 @@ class SwarmSettings:
     gradients: Callable[["SimulatedPeer"], Training] | None = None
     founder: FounderKeys | None = None
     donors: tuple[int, ...] = ()  # indices of the peers whose invitation allows them to donate state, but not to train
+    planned_needs: MemoryNeeds | None = None  # bytes that fragments take, as a plan counts them; None: as peers do
     donated: tuple[Layout, ...] | None = None  # layout of each real fragment's state; None: peers send surrogate states
     times: SwarmTimes = LEAST_TIMES
 
@@ -96,8 +98,13 @@ class SwarmSettings:
     def model(self) -> claim_span.RoutedModel:
         """The sizes of fragments and activations, by which peers choose their layers, and the activations' formats."""
         forms = cache(ActivationFormat(self.config, blockwise, decoder.widths(self.config.model)).forms)
-        kept = memory.needs(self.config, self.fragments).activations
-        return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, forms)
+        sequences = self.tokens_per_step // self.config.model.context
+        return claim_span.RoutedModel(self.fragments, sequences, self.needs.activations, forms)
+
+    @property
+    def needs(self) -> MemoryNeeds:
+        """Bytes of memory that each fragment takes."""
+        return self.planned_needs or memory.needs(self.config, self.fragments)
 
     @property
     def run(self) -> RunId:
@@ -144,7 +151,7 @@ class SimulatedSwarm:
         self.model = settings.model
         self._revoked = frozenset[bytes]()
         self._state_layouts = settings.state_layouts()
-        self._needs = memory.needs(settings.config, settings.fragments)
+        self._needs = settings.needs
         self._chance = rng.stream(seed, "swarm")
         self._chance_of_finders = rng.stream(seed, "finders")
 

@@ -94,7 +94,8 @@ def scenario_of(seed: int) -> Scenario:
 def eclipsed(seed: int) -> Scenario:
     """Return a scenario in which hostile nodes own one key of the DHT, and peers must learn news from each other.
 
-    Peers take few steps and exchange little, because this scenario is about records.
+    Peers take few steps and exchange little, because this scenario is about records. Where the news is a plan, peers
+    have memory for the first fragment only, the smallest, so that they cannot plan anything themselves.
     """
     chance = rng.stream(seed, "eclipses")
     peers, key = chance.randint(4, 6), chance.choice(faults.ECLIPSED)
@@ -102,7 +103,7 @@ def eclipsed(seed: int) -> Scenario:
         settings = SwarmSettings.of(
             _config((*SPAN_MODEL, *RARE, "gossip.fragment_parameters=20000")), ECLIPSED_PACE, (1.0,), 64
         )
-        settings = replace(settings, memory=(memory_for(settings, 1, 4),))
+        settings = replace(settings, memory=(settings.needs.span_bytes(0, 1),))
     else:
         settings = SwarmSettings.of(_config(RARE), ECLIPSED_PACE, (1.0,), 1024)
     if key == "revoked":
@@ -146,7 +147,9 @@ def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> S
 
 
 def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
-    """Return the bytes of memory in which any `count` neighbouring fragments fit, but never `count + 1` of them.
+    """Return the memory in bytes for any `count` neighbouring fragments with at most `under_way` micro-batches.
+
+    Beside `count + 1` of them fit fewer micro-batches than peers prefer, so peers hold these only if they must.
 
     Args:
         settings: The settings of the swarm.
@@ -156,7 +159,7 @@ def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
     needs = memory.needs(settings.config, settings.fragments)
     starts = range(len(needs.fragments) - count + 1)
     enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
-    more = [needs.span_bytes(at, at + count + 1) - 1 for at in starts[:-1]]
+    more = [needs.span_bytes(at, at + count + 1, needs.preferred_in_flight(count + 1)) - 1 for at in starts[:-1]]
     return min([enough, *more])
 
 

@@ -7,7 +7,7 @@ and with the memory needs of engine/memory.py.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,6 +99,7 @@ class FragmentCosts(LayerCosts):
 
     needs: MemoryNeeds
     tokens_per_s: float
+    tight: bool = False  # whether a search may use memory down to the least number of micro-batches in flight
 
     def compute_bound(self) -> float:
         """Return the sum of all peers' speeds in tokens/s, including peers that may not begin micro-batches."""
@@ -109,12 +110,13 @@ class FragmentCosts(LayerCosts):
         return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
     def reach(self, peer: int, first: int) -> int:
-        """Return the end of the longest span from `first` that fits into the peer's memory; `first` if none fits.
+        """Return the end of the longest span from `first` that a search may give the peer; `first` if none fits.
 
-        A longer span may fit although a shorter one does not, so every end is tried.
+        The flow does not count micro-batches in flight, so the search gives a peer layers beside which only the least
+        number fits only if it fits no others, or if `tight`.
         """
-        ends = range(self.layers, first, -1)
-        return next((last for last in ends if self.fits(peer, first, last)), first)
+        ends = range(min(self.layers, first + self.layers - 1), first, -1)  # no peer moves to the whole model
+        return self.needs.end_of(first, ends, int(self.memory_N[peer]), self.tight)
 
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
@@ -134,6 +136,8 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     stay = max(0.0, span_search.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
     proposed = tuple(_worth(task, work, old, _placed(task, old, spans)) for spans in asked.proposals)
     cover = covering.covering(work) if asked.searches and stay == 0 else None
+    if asked.searches and stay == 0 and cover is None:
+        cover = covering.covering(replace(work, tight=True))
     if not asked.searches or (stay == 0 and cover is None):
         return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
@@ -141,7 +145,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     start = old if cover is None else np.where((cover[:, 1] > cover[:, 0])[:, None], cover, old)
     new, _ = span_search.spans_replan(work, nowhere, start, budget, asked.seed, HORIZON_S)
     new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # a peer without a span in the plan keeps its old span
-    new, tokens = _without_useless_moves(task, work, old, new, rounds)
+    new, tokens = without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
     moved = int((new != old).any(axis=1).sum())
     return PlansEvaluated(asked.number, task.digest(), stay, proposed, found if tokens else (), tokens, moved)
@@ -193,15 +197,21 @@ def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
     return max(0.0, span_search.tokens_ahead(work, old, new, HORIZON_S) - DRAIN_COST_S * drained)
 
 
-def _without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:
-    """Return the plan without moves that gain nothing, and its worth in tokens; check up to `most` moves."""
+def without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:
+    """Return the plan without moves that gain nothing, and its worth in tokens; check up to `most` moves.
+
+    A peer keeps its layers if that is no worse. If another peer was to get these, that peer moves in its place.
+    """
     best = _worth(task, work, old, new)
     for peer in np.flatnonzero((new != old).any(axis=1))[:most]:
-        fewer = new.copy()
-        fewer[peer] = old[peer]
-        worth = _worth(task, work, old, fewer)
-        if worth >= best:
-            new, best = fewer, worth
+        takers = np.flatnonzero((new == old[peer]).all(axis=1) & (new != old).any(axis=1))
+        for instead in (takers[:0], takers[:1]):
+            fewer = new.copy()
+            fewer[instead], fewer[peer] = new[peer], old[peer]
+            worth = _worth(task, work, old, fewer)
+            if worth >= best:
+                new, best = fewer, worth
+                break
     return new, best
 
 

@@ -58,7 +58,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
             sent_NN[index[partner], index[name]] += weight / every_s * common
     memory = [
         max(
-            costs.bytes_of(first, last, plan.micro_batches[name]),
+            costs.bytes_of(first, last, plan.micro_batches[name] * costs.least_in_flight(first, last)),
             costs.state_L[first:last].sum() + kept_N[index[name]],
         )
         / costs.memory_N[index[name]]

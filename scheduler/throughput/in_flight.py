@@ -29,6 +29,7 @@ from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import Config
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.link_limits import beside_gossip
 from decentral.scheduler.throughput.max_flow import NEAREST
 from decentral.scheduler.throughput.routes import Hop
 from decentral.scheduler.topology.arrays import Floats, Ints
@@ -61,29 +62,51 @@ class Pipeline:
         peer, first, last = hop
         return JOBS_S + self.tokens * float(self.costs.seconds_NL[peer, first:last].sum())
 
-    def link_s(self, sender: int, receiver: int) -> float:
+    def link_s(self, sender: int, receiver: int, gossip: float = 0.0) -> float:
         """Return the seconds to send activations to a peer, and to get their gradient back, if nothing waits.
 
         Each transfer begins with TCP slow start, as connections lose their windows while they are idle.
+
+        Args:
+            sender: Peer with the activations.
+            receiver: Peer that gets them.
+            gossip: Bytes/s of the gossip that both peers' own links carry beside them.
         """
         costs = self.costs
-        rate = min(costs.link_NN[sender, receiver], costs.rate_N[sender], costs.rate_N[receiver])
+        access = min(costs.rate_N[sender], costs.rate_N[receiver])
+        rate = min(costs.link_NN[sender, receiver], float(beside_gossip(access, gossip, costs.link_share)))
         round_trip_s = float(self.delay_NN[sender, receiver] + self.delay_NN[receiver, sender])
         size = int(self.tokens * costs.hidden_bytes)
         return round_trip_s + 2 * transfer_s(size, float(rate), round_trip_s)
 
     def kept_s(self, hops: Sequence[Hop], waiting: float = WAITING) -> list[float]:
         """Return, for each hop of a route, the seconds for which a micro-batch occupies the hop's memory."""
-        links = [*(self.link_s(a, b) for (a, _, _), (b, _, _) in itertools.pairwise(hops)), 0.0]
-        each = [(1 + waiting) * self.passes_s(hop) + link for hop, link in zip(hops, links, strict=True)]
+        links = [
+            self.link_s(one[0], next_one[0], max(map(self._gossip, (one, next_one))))
+            for one, next_one in itertools.pairwise(hops)
+        ]
+        each = [(1 + waiting) * self.passes_s(hop) + link for hop, link in zip(hops, [*links, 0.0], strict=True)]
         return list(itertools.accumulate(reversed(each)))[::-1]
 
+    def _gossip(self, hop: Hop) -> float:
+        """Return the bytes/s of gossip about the layers of a hop."""
+        _, first, last = hop
+        return float(self.costs.snapshot_L[first:last].sum())
+
     def capacity(self, hop: Hop, held: tuple[int, int]) -> float:
-        """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`; at least 1."""
-        (peer, first, last), costs = hop, self.costs
-        free = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
-        each = self.sequences * float(costs.activation_L[first:last].sum())
-        return min(MOST_UNDER_WAY, max(1.0, free / each))
+        """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`.
+
+        The number is as a running peer counts (`MemoryNeeds.capacity` and `StageConfig.memory_share`): as many as fit
+        whole beside the layers, but at least `least_in_flight`, each as large as one through all layers of the peer. A
+        hop through fewer layers takes a part of such a place.
+        """
+        (peer, *computed), costs = hop, self.costs
+        place_bytes, hop_bytes = (
+            self.sequences * float(costs.activation_L[first:last].sum()) for first, last in (held, computed)
+        )
+        free_bytes = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
+        places = max(costs.least_in_flight(held[0], held[1]), free_bytes // place_bytes)
+        return min(MOST_UNDER_WAY, places * place_bytes / hop_bytes)
 
     def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]) -> Floats:
         """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible."""

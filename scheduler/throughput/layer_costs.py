@@ -19,6 +19,7 @@ from decentral.core.config import Config, GossipConfig
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of, token_seconds
+from decentral.core.memory_needs import LEAST_IN_FLIGHT
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology import Topology, sites_of
 
@@ -43,7 +44,7 @@ class LayerCosts:
     snapshot_L: Floats  # bytes/s of gossip about each layer that a holder sends, and that it receives
     memory_N: Floats  # bytes
     link_NN: Floats  # bytes/s in the slower direction of one connection; 0 from a peer to itself
-    hidden_bytes: float  # bytes of one token's activations between two layers, one way
+    hidden_bytes: float  # bytes of one token between two layers, one way (`crossing_bytes`)
     holders: int  # each layer must be trained by at least this many peers
     rate_N: Floats  # bytes/s of the slower of each peer's uplink and downlink, for all its links; inf: unlimited
     site_N: Ints  # each peer's site, whose peers share a link to all other peers; -1: none
@@ -84,10 +85,10 @@ class LayerCosts:
     def least_in_flight(self, first: int, last: int) -> int:
         """Return how many micro-batches of one sequence must fit in memory beside layers [first, last).
 
-        The result is 1 for the whole model and 2 for a part, of which one is computed while the other is at other
-        peers. With only 2, a device often waits; in_flight.py computes the resulting throughput.
+        The result is 1 for the whole model, and LEAST_IN_FLIGHT for a part, as at the running peers. With so few, a
+        device often waits; in_flight.py computes the resulting throughput.
         """
-        return 1 if last - first >= self.layers else 2
+        return 1 if last - first >= self.layers else LEAST_IN_FLIGHT
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Return the bytes that layers [first, last) take with a micro-batch of `sequences` sequences."""
@@ -101,12 +102,13 @@ class LayerCosts:
         return last
 
     def sequences(self, peer: int, first: int, last: int) -> int:
-        """Return the largest micro-batch, in sequences, that fits in a peer's memory beside layers [first, last).
+        """Return the largest micro-batch, in sequences, of which `least_in_flight` fit in a peer's memory.
 
         The result is between 1 and MOST_PLANNED_SEQUENCES, and 1 even if no sequence fits.
         """
         free_bytes = self.memory_N[peer] - self.state_L[first:last].sum()
-        return int(min(MOST_PLANNED_SEQUENCES, max(1, free_bytes // max(1.0, self.activation_L[first:last].sum()))))
+        least_bytes = self.least_in_flight(first, last) * self.activation_L[first:last].sum()
+        return int(min(MOST_PLANNED_SEQUENCES, max(1, free_bytes // max(1.0, least_bytes))))
 
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether every span fits in its peer's memory, and every layer has at least `self.holders` holders."""
@@ -177,7 +179,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         snapshot_L=SNAPSHOT_BYTES * parameters_L / ROUND_S,
         memory_N=topology.memory_bytes,
         link_NN=np.where(np.isinf(link_NN), 0.0, np.minimum(link_NN, connection_NN)),
-        hidden_bytes=2.0 * model.d_written,
+        hidden_bytes=crossing_bytes(config, value_bytes=2.0),
         holders=holders,
         rate_N=np.minimum(topology.up, topology.down),
         site_N=sites_of(topology),
@@ -186,6 +188,21 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
     )
     _check_memory(found)
     return found
+
+
+def crossing_bytes(config: Config, value_bytes: float) -> float:
+    """Return the bytes in which a route sends a token from one peer to the next: its hidden values and its ids.
+
+    The ids are the token's target and, with `model.bottleneck`, its input (comm/pipeline/activations.py). The gradient
+    that comes back has no ids, but counts as much, so that links are not planned too full.
+
+    Args:
+        config: The run's config.
+        value_bytes: Bytes of a hidden value in the run's encoding.
+    """
+    id_bytes = 2 if config.model.vocabulary + (config.data.format != "text") <= 1 << 16 else 4
+    ids = 1 + (config.model.bottleneck is not None)
+    return value_bytes * config.model.d_written + ids * id_bytes
 
 
 def measured(topology: Topology) -> Flags:

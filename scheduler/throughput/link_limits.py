@@ -16,7 +16,7 @@ from decentral.comm.wire.meter import FAST
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import KindCosts, share
-from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts
+from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts, crossing_bytes
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 SAME_RATE = 1e-9  # rates that differ by a smaller share count as equal
@@ -30,13 +30,13 @@ WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.
 class TokenLinks:
     """How a run's tokens and gossip use links; running peers plan and route by these figures."""
 
-    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
+    hidden_bytes: float  # bytes of one token between two layers, as routes send it (`crossing_bytes`)
     link_share: float  # share of each link that gossip may use
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return a run's figures."""
-        return cls(WIRE_BYTES[config.routes.wire] * config.model.d_written, config.gossip.share_beside_tokens)
+        return cls(crossing_bytes(config, WIRE_BYTES[config.routes.wire]), config.gossip.share_beside_tokens)
 
     def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
         """Return how many tokens/s may enter or leave a peer beside its gossip; a token that does both counts twice.

@@ -1,6 +1,6 @@
 """Define the plans for both objectives, synchronous steps and throughput. This module imports no solver."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from decentral.core.strict_json import JsonObject
@@ -53,7 +53,6 @@ class ThroughputPlan(Plan):
     spans: dict[str, list[int]]  # peer id -> [first, last): its layers
     micro_batches: dict[str, int]  # peer id -> sequences in one micro-batch
     accumulate: int = 1  # minimum number of micro-batches in a routed peer's step, to reach the run's tokens per step
-    in_flight: dict[str, int] = field(default_factory=dict)  # peer id -> number of routed micro-batches that fit in it
     routes: list[JsonObject]  # each has its `share` of the tokens and its `hops`: peer id, first layer, end
     gossip: JsonObject  # result of Partners.to_json (scheduler/partners/mixing.py)
     use: dict[str, float]  # highest utilisation, 0 to 1, of any device, memory, uplink, downlink, link, and shared link

@@ -145,8 +145,8 @@ def test_layers_that_fit_none_of_the_peers_are_said_before_any_starts(
 ) -> None:
     """Such a swarm ran to its end and counted nothing."""
     overrides = [part for one in LARGE for part in ("--set", one)]
-    said = refusal(capfd, "--memory", "420MB", "--device", "cpu", "--state-dir", str(tmp_path / "swarm"), *overrides)
-    assert said.startswith("--memory 420000000: layers 4 to 5 take ")
+    said = refusal(capfd, "--memory", "160MB", "--device", "cpu", "--state-dir", str(tmp_path / "swarm"), *overrides)
+    assert said.startswith("--memory 160000000: layers 4 to 5 take ")
     assert said.endswith("so nothing can be trained; give more memory, or lower train.micro_batch")
     assert not (tmp_path / "swarm").exists()
 

@@ -71,7 +71,7 @@ BAD = {
     "an unknown fault": ["--faults", "explode 1 at 2"],
     "a negative throttle": ["--throttle", "1,-2"],
     "no trace": ["--trace", "nowhere.csv"],
-    "layers that fit no peer": ["--memory", "420MB", *(word for one in LARGE for word in ("--set", one))],
+    "layers that fit no peer": ["--memory", "160MB", *(word for one in LARGE for word in ("--set", one))],
     "synchronous rounds": ["--set", "gossip.algorithm=synchronous"],
 }
 

@@ -262,27 +262,39 @@ def is_mapped(address: int) -> bool:
     return any(int(first, 16) <= address < int(last, 16) for first, last in areas)
 
 
-def test_the_narrower_a_span_the_more_micro_batches_it_needs_memory_for() -> None:
-    """The first of P stages holds P micro-batches while they are on their way."""
+def test_the_narrower_a_span_the_more_micro_batches_a_peer_prefers_memory_for() -> None:
+    """The first of P stages holds P micro-batches while they are on their way; two are the least for any part."""
     found = memory.needs(
         config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
     )
     count = len(found.fragments)
     widths = (count, count // 2, count // 6, 1)
-    assert [found.required_in_flight(width) for width in widths] == [4, 4, 8, count + 2]
+    assert [found.least_in_flight(width) for width in widths] == [4, 2, 2, 2]
+    assert [found.preferred_in_flight(width) for width in widths] == [4, 4, 8, count + 2]
     assert [found.wanted_in_flight(0, width) for width in widths] == [4, 4, 30, MOST_UNDER_WAY]
     assert [found.wanted_in_flight(count - 3, count), found.wanted_in_flight(count - 1, count)] == [8, 20]
 
 
-def test_a_span_is_as_wide_as_its_wanted_micro_batches_allow_or_else_its_required_ones() -> None:
+def test_a_span_is_as_wide_as_its_wanted_micro_batches_allow_or_else_its_preferred_or_least_ones() -> None:
     found = memory.needs(
         config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
     )
     enough = found.span_bytes(3, 6, found.wanted_in_flight(3, 6))
     assert memory_needs.widest_span(found, enough)(3) >= 6
-    assert found.span_bytes(3, 5) < found.span_bytes(3, 5, found.wanted_in_flight(3, 5))
-    assert memory_needs.widest_span(found, found.span_bytes(3, 4))(3) == 4  # less than is wanted, all that is required
-    assert memory_needs.widest_span(found, found.span_bytes(3, 4) - 1)(3) == 3
+    preferred = found.span_bytes(3, 4, found.preferred_in_flight(1))
+    assert preferred < found.span_bytes(3, 4, found.wanted_in_flight(3, 4))
+    assert memory_needs.widest_span(found, preferred)(3) == 4
+    least = found.span_bytes(3, 4, 2)  # 16 fewer than are preferred: the peer takes part all the same
+    assert memory_needs.widest_span(found, least)(3) == 4
+    assert memory_needs.widest_span(found, least - 1)(3) == 3
+
+
+def test_memory_for_two_micro_batches_counts_as_two() -> None:
+    """Peers kept at least four, which the memory does not hold, where plans count on two."""
+    needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
+    assert needs.capacity(0, 2, needs.span_bytes(0, 2, 2)) == 2
+    assert needs.capacity(0, 2, needs.span_bytes(0, 2, 3) - 1) == 2
+    assert needs.capacity(0, 2, needs.span_bytes(0, 2, 3)) == 3
 
 
 # Before anything is made

@@ -1,9 +1,11 @@
 """Plans that are played: the swarm begins in the planned layout, and its tokens are compared with the promise."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from decentral.core import config, strict_json
@@ -88,6 +90,20 @@ def test_a_route_counts_its_tokens_once_over_all_layers() -> None:
     assert "a step, for which micro-batches must come back or be committed" in result.waits
     assert 0.5 * 128 < result.reached < 1.1 * 128
     assert result.abandoned == 0
+
+
+def test_a_played_peer_has_the_memory_of_the_topology_and_counts_bytes_as_the_plan_does() -> None:
+    """With as little memory as the plan allows, two micro-batches are in flight at each peer."""
+    half, costs = LAYERS // 2, layer_costs.of_model(swarm(), RUN)
+    spans = {"a": [0, half], "c": [half, LAYERS]}
+    least = max(costs.bytes_of(first, last, 2) for first, last in spans.values())
+    topology = dataclasses.replace(swarm(), memory_bytes=np.full(3, np.ceil(least)))
+    scenario = planned.scenario_of(plan(topology, spans, 128.0), topology, RUN, 90.0, 0, noise=0.0)
+    assert scenario.settings.memory == (math.ceil(least),) * 2
+    needs, cut = scenario.settings.needs, [one.first for one in scenario.settings.fragments].index(half)
+    ends = (0, cut), (cut, len(needs.fragments))
+    assert min(needs.capacity(*span, math.ceil(least)) for span in ends) == 2
+    assert max(needs.span_bytes(*span) for span in ends) == pytest.approx(least, abs=10)
 
 
 def test_a_thin_uplink_that_a_site_shares_is_named_as_the_busiest_link() -> None:

@@ -8,6 +8,7 @@ from decentral.comm.pipeline.activations import ActivationFormat, Entering
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.model import decoder
+from decentral.scheduler.throughput.layer_costs import crossing_bytes
 
 
 def format_of(vocabulary: int = 256, bottleneck: int | None = None) -> ActivationFormat:
@@ -57,3 +58,13 @@ def test_a_gradient_of_another_micro_batch_s_shape_is_refused() -> None:
     layout, blob = activations.encode_gradient(torch.zeros(2, 16, 32))
     with pytest.raises(ProtocolError, match="shape"):
         activations.decode_gradient(layout, blob, torch.Size((1, 16, 32)))
+
+
+@pytest.mark.parametrize("vocabulary", [256, 1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize("bottleneck", [None, 4])
+def test_plans_count_the_bytes_that_a_token_takes_on_its_way(vocabulary: int, bottleneck: int | None) -> None:
+    """With few channels the ids are most of these bytes, and plans left them out."""
+    activations = format_of(vocabulary, bottleneck)
+    model = config.ModelConfig(depth=1, width=32, context=16, vocabulary=vocabulary, bottleneck=bottleneck)
+    sent = sum(section.size for section in activations.forms(1, sequences=3).entering[0])
+    assert crossing_bytes(config.Config(model=model), value_bytes=4.0) * 3 * 16 == sent

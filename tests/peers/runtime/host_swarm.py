@@ -92,7 +92,7 @@ class Swarm:
     def memory_budget(self, compute: Compute) -> MemoryBudget:
         """Enough for two of the three fragments."""
         needs = memory.needs(compute.setup.config)
-        most = max(needs.span_bytes(0, 2), needs.span_bytes(1, 3))
+        most = max(needs.span_bytes(*span, needs.preferred_in_flight(2)) for span in ((0, 2), (1, 3)))
         return MemoryBudget(needs, most, compute.span.all_state_layouts())
 
     def folder(self, name: str) -> Path:

@@ -14,11 +14,13 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.engine.fragment import fragments_of
 from decentral.peers.membership.records import MOST_PER_S
 from decentral.scheduler.placement.evaluate import (
+    DRAIN_COST_S,
     HORIZON_S,
     EvaluatePlans,
     PlanTask,
     TrainingPeer,
     evaluate_plans,
+    without_useless_moves,
     work_of,
 )
 from decentral.scheduler.throughput import max_flow
@@ -112,3 +114,21 @@ def test_a_swarm_whose_flow_cannot_be_solved_is_worth_nothing(monkeypatch: pytes
     found = evaluate_plans(asked)
     assert (found.stay_tokens, found.found, found.found_tokens) == (0.0, (), 0.0)
     assert np.all(max_flow.maximum(work_of(asked.task), np.array([(0, 2), (2, 4), (0, 2)])).computed_NL == 0)
+
+
+def test_a_plan_in_which_equal_peers_change_places_moves_as_few_as_it_can() -> None:
+    """Three peers hold the first part and one the second: one of the three moves. A search had moved four of six."""
+    spans = ["abc", "d", "ef"]
+    parts = {peer: range(at, at + 1) for at, row in enumerate(spans) for peer in row}
+    held = {peer: TrainingPeer(part, 18 * 10**6, 100.0, 1e7) for peer, part in parts.items()}
+    cuts, each = CUTS[:3], (10**6,) * 3
+    asked = PlanTask(
+        MemoryNeeds(cuts, (10**7,) * 3, each, each),
+        tuple((PeerId(peer), one) for peer, one in held.items()),
+        TokenLinks(2.0, 0.8),
+        holders=1,
+    )
+    old = np.array([(one.held.start, one.held.stop) for one in held.values()])
+    new, tokens = without_useless_moves(asked, work_of(asked), old, old[[0, 3, 4, 5, 0, 3]], most=10)
+    assert (new != old).any(axis=1).sum() == 1
+    assert tokens > 1.9 * max_flow.maximum(work_of(asked), old).tokens_per_s * (HORIZON_S - DRAIN_COST_S)

@@ -1,6 +1,7 @@
 """Spans that hold all layers are found wherever there are any."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from decentral.scheduler.throughput.link_limits import TokenLinks
 
 
 def tight(seed: int, peers: int, fragments: int, most: int = 70) -> FragmentCosts:
-    """Peers with memory for a part of the model; narrow spans need memory for more micro-batches than wide ones."""
+    """Peers with memory for a part of the model, and for the least number of micro-batches beside it."""
     chance = rng.stream(seed, "tight")
     cuts = tuple(Fragment(index, index, index + 1, 100) for index in range(fragments))
     state = tuple(chance.choice([5, 20, 40]) for _ in cuts)
     needs = MemoryNeeds(cuts, state, (0,) * fragments, (1,) * fragments)
     held = [TrainingPeer(range(0), chance.randint(15, most), 1.0) for _ in range(peers)]
     members = tuple((PeerId(f"p{number}"), one) for number, one in enumerate(held))
-    return work_of(PlanTask(needs, members, TokenLinks(2.0, 0.8), holders=1))
+    return replace(work_of(PlanTask(needs, members, TokenLinks(2.0, 0.8), holders=1)), tight=True)
 
 
 def can_be_covered(costs: FragmentCosts) -> bool:

@@ -60,7 +60,7 @@ def plan(**changed: Any) -> ThroughputPlan:
         solver="", seed=0, seconds=0.0, baselines={}, reason="", digest="", planned_for={"context": 10}, use={},
         throughput={"tokens_per_s": 10.0},
         spans={"a": [0, 2], "b": [1, 3], "c": [2, 4]},
-        micro_batches={"a": 2, "b": 1, "c": 8},
+        micro_batches={"a": 2, "b": 1, "c": 4},
         routes=[
             {"share": 0.6, "hops": [["a", 0, 2], ["c", 2, 4]]},
             {"share": 0.4, "hops": [["a", 0, 1], ["b", 1, 3], ["c", 3, 4]]},
@@ -79,22 +79,22 @@ def test_devices_compute_their_part_of_each_route() -> None:
     assert share("device").share == pytest.approx(0.16)
 
 
-def test_memory_is_that_of_the_layers_and_the_micro_batch() -> None:
-    """c: two layers of 0.1 GB, and eight sequences of 0.05 GB in each."""
+def test_memory_is_that_of_the_layers_and_two_micro_batches() -> None:
+    """c: two layers of 0.1 GB, and two micro-batches of four sequences of 0.05 GB in each."""
     assert share("memory") == feasibility.Use(pytest.approx(1.0), "c")  # type: ignore[arg-type]
 
 
 def test_memory_holds_the_micro_batches_in_flight() -> None:
-    """40 tokens/s in sequences of ten tokens, two at a time, of 50 MB in each layer. By Little's law.
+    """80 tokens/s in sequences of ten tokens, two at a time, of 50 MB in each layer. By Little's law.
 
-    24 tokens/s: a keeps both layers for 0.8 s of computing there and in c, 2 ms of delay, and 2 kB over 50 and 16 kB/s.
-    16 tokens/s: one layer for 0.8 s, 4 ms, and 2 kB over 50 and 100 kB/s to b, and over 80 and 16 kB/s to c.
+    48 tokens/s: a keeps both layers for 0.8 s of computing there and in c, 2 ms of delay, and 2 kB over 50 and 16 kB/s.
+    32 tokens/s: one layer for 0.8 s, 4 ms, and 2 kB over 50 and 100 kB/s to b, and over 80 and 16 kB/s to c.
     """
     direct_s = 0.8 + 0.002 + 0.04 + 0.125
     around_s = 0.8 + 0.004 + 0.04 + 0.02 + 0.025 + 0.125
-    used = 2e8 + (24 * direct_s * 2 + 16 * around_s) * 5e7 / 10
+    used = 2e8 + (48 * direct_s * 2 + 32 * around_s) * 5e7 / 10
     small = {"a": 2, "b": 1, "c": 1}
-    found = share("memory", throughput={"tokens_per_s": 40.0}, micro_batches=small)
+    found = share("memory", throughput={"tokens_per_s": 80.0}, micro_batches=small)
     assert found == feasibility.Use(pytest.approx(used / 1e9), "a")  # type: ignore[arg-type]
 
 

@@ -54,10 +54,29 @@ def test_a_transfer_over_a_far_link_begins_slowly() -> None:
     assert far.link_s(0, 1) == pytest.approx(0.2 + 2 * 7 * 0.2, rel=0.01)
 
 
+def test_activations_wait_for_the_gossip_that_the_links_carry() -> None:
+    """Both peers have 10 kB/s for all their links, and gossip about a layer takes 2 kB/s of these."""
+    thin = replace(pair().costs, rate_N=np.full(2, 1e4), snapshot_L=np.full(2, 2e3), link_share=0.5)
+    slower_s = 2 * 1000 / 8e3 - 2 * 1000 / 1e4
+    assert replace(pair(), costs=thin).kept_s(ROUTE)[0] == pytest.approx(pair().kept_s(ROUTE)[0] + slower_s, abs=1e-3)
+
+
 def test_memory_for_five_micro_batches_carries_five_in_the_time_of_one() -> None:
     kept_s = 4 * PASSES_S + 0.3
     assert pair().carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([5 * 10 / kept_s])
-    assert pair(100.0).carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([10 / kept_s])
+    for memory_bytes in (100.0, 700.0, 790.0):  # two are the least; a peer does not begin a part of a third
+        assert pair(memory_bytes).carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([2 * 10 / kept_s])
+
+
+def test_a_hop_through_fewer_layers_takes_a_part_of_a_place() -> None:
+    """A place is a micro-batch through both layers that the peer holds, 200 bytes: two of them fit."""
+    assert pair(1450.0).capacity((0, 0, 2), (0, 2)) == 2
+    assert pair(1450.0).capacity((0, 0, 1), (0, 2)) == 4
+
+
+def test_two_of_the_largest_micro_batches_fit_beside_a_part() -> None:
+    assert [pair(bytes).costs.sequences(0, 0, 1) for bytes in (700.0, 899.0, 900.0)] == [1, 1, 2]
+    assert pair(1400.0).costs.sequences(0, 0, 2) == 2  # one fits beside the whole model
 
 
 def test_a_device_takes_time_for_the_jobs_of_each_micro_batch() -> None:

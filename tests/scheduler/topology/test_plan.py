@@ -42,11 +42,10 @@ def test_a_throughput_plan_as_json() -> None:
         "spans",
         "micro_batches",
         "accumulate",
-        "in_flight",
         "routes",
         "gossip",
         "use",
     ]
-    assert list(shown)[4:13] == names
-    assert list(shown)[13:] == ["baselines", "reason", "digest"]
+    assert list(shown)[4:12] == names
+    assert list(shown)[12:] == ["baselines", "reason", "digest"]
     assert shown["objective"] == "throughput"
