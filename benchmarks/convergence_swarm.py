@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks import outer_step
 from benchmarks.convergence_model import BETA1, BETA2, EPSILON, Optimizer, Replicas, Shape
 from decentral.comm.codecs import blockwise
+from decentral.comm.codecs.compiled_sparse import GROUP
 from decentral.comm.gossip.influence import token_weights
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import SPARSE_CODEC, rho_of
@@ -48,6 +49,10 @@ class Method:
     latency: float = -1.0  # windows; -1: the command line's
     partners: int = PEERS - 1
     phi_every: int = 3  # windows from one pull of slow weights to the next
+    rarer: int = 0  # of how many numbers sparse windows send one, as its sign; 0: as comm/codecs/blockwise.py does
+    kept: float = UNSENT_KEPT  # share of what a sparse window has not sent that the live weights keep
+    slices: int = 1  # a pull of slow weights takes one of so many parts of them, in turn
+    exponential: bool = False  # partners at the distances 1, 2, 4 ... in turn, not random ones
     exact: bool = False  # nothing is quantised
     code: Literal["q4", "q1", "sparse"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
     code_from: int = 0  # the number of first steps whose windows are in q4
@@ -198,8 +203,10 @@ class Swarm:
     def _pull(self, peer: int, behind: bool) -> list[outer_step.WindowUpdate]:
         """Pseudo-gradients from all partners; slow weights from one now and then, from all when windows were missed."""
         others = [other for other in range(self.method.peers) if other != peer and self.published[other]]
-        chosen = self.chance.sample(others, min(self.method.partners, len(others)))
-        with_phi = self.closed[peer] % self.method.phi_every == 0
+        chosen = self._chosen(peer, others)
+        turn, due = divmod(self.closed[peer], self.method.phi_every)
+        with_phi = due == 0
+        part, share = (slice(None), 1.0) if behind else self._part(turn)
         partners = []
         for place, other in enumerate(chosen):
             snapshot = self.published[other]
@@ -208,9 +215,23 @@ class Swarm:
                 continue
             self.seen[peer][other] = snapshot.sequence
             whole = behind or (with_phi and place == 0)
-            self.received += self._bytes(self.codes[other]) + (self._bytes("int8") if whole else 0)
-            partners.append(snapshot.window if whole else replace(snapshot.window, phi=None))
+            self.received += self._bytes(self.codes[other]) + (self._bytes("int8") * share if whole else 0)
+            partners.append(replace(snapshot.window, part=part) if whole else replace(snapshot.window, phi=None))
         return partners
+
+    def _chosen(self, peer: int, others: Sequence[int]) -> list[int]:
+        count = min(self.method.partners, len(others))
+        if not self.method.exponential:
+            return self.chance.sample(others, count)
+        distances = max(1, math.ceil(math.log2(self.method.peers)))
+        first = self.closed[peer] * count
+        return [(peer + (1 << (first + at) % distances)) % self.method.peers for at in range(count)]
+
+    def _part(self, turn: int) -> tuple[slice, float]:
+        """Return the numbers of the slow weights that the pull number `turn` takes, and their share of all."""
+        elements, at = self.replicas.theta_PN.shape[1], turn % self.method.slices
+        begin, end = (elements * place // self.method.slices for place in (at, at + 1))
+        return slice(begin, end), (end - begin) / elements
 
     def _merge_arrived(self, now: int) -> None:
         arrived = [pull for pull in self.wire if pull.arrives <= now]
@@ -227,7 +248,7 @@ class Swarm:
 
     def _kept(self, outcome: outer_step.OuterStep, rho: float) -> outer_step.OuterStep:
         """The outer step towards slow weights that have a part of this peer's own progress that is not sent yet."""
-        kept = -rho * UNSENT_KEPT * outcome.slow.residual
+        kept = -rho * self.method.kept * outcome.slow.residual
         slow = replace(outcome.slow, baseline=outcome.slow.baseline + kept)
         return replace(outcome, slow=slow, correction=outcome.correction + kept)
 
@@ -242,6 +263,8 @@ class Swarm:
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:
             return values.clone()
+        if codec == SPARSE_CODEC and self.method.rarer:
+            return signs_of_the_largest(values, self.method.rarer)
         if codec == SPARSE_CODEC:  # the kernel is faster than the formula
             zeros = torch.zeros_like(values)
             blob, _ = KERNELS.close(zeros, zeros, values.clone(), codec)
@@ -250,7 +273,17 @@ class Swarm:
 
     def _bytes(self, codec: str) -> float:
         size = self.replicas.theta_PN.shape[1]
+        if codec == SPARSE_CODEC and self.method.rarer:  # a scale for a group; of each number its place and its sign
+            return (2 / GROUP) + (math.log2(self.method.rarer) + 2 + 1) / self.method.rarer / 8
         return blockwise.CODECS["fp32" if self.method.exact else codec].size(size) / size
+
+
+def signs_of_the_largest(values: Tensor, rarer: int) -> Tensor:
+    """Return values [n] with one number in `rarer` of each group kept, as its sign times their mean magnitude."""
+    padded = torch.nn.functional.pad(values, (0, -len(values) % GROUP)).view(-1, GROUP)
+    largest, places = padded.abs().topk(GROUP // rarer, dim=1)
+    signs = padded.gather(1, places).sign() * largest.mean(dim=1, keepdim=True)
+    return torch.zeros_like(padded).scatter_(1, places, signs).view(-1)[: len(values)]
 
 
 def rate_at(setting: Setting, now: int) -> float:

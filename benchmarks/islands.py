@@ -187,7 +187,8 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
     for fragment in compute.fragments:
         closed = compute.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(closed, jobs.WindowClosed), closed
-        slow = compute.do(jobs.EncodeSections(fragment.index, 1))
+        names = tuple(section.name for section in closed.on_request)
+        slow = compute.do(jobs.EncodeSections(fragment.index, 1, names))
         assert isinstance(slow, jobs.SectionsEncoded), slow
         layout, blob = (*closed.layout, *slow.layout), closed.blob + slow.blob
         partners = [jobs.Contribution(PeerId(name), 1, closed.lr_sum, layout, blob) for name in "BCD"]

@@ -21,7 +21,7 @@ All vectors are fp32 [n]: one fragment, flattened.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class WindowUpdate:
     tokens: int
     lr_sum: float  # sum of the learning rates of its steps
     phi: Tensor | None = None
+    part: slice = field(default_factory=lambda: slice(None))  # the numbers of `phi` that were pulled
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def merge(
     for weight, window in zip(weights, everyone, strict=True):
         step += weight * window.pseudo_gradient
         if window.phi is not None:
-            apart += weight * (slow.phi - window.phi)
+            apart[window.part] += weight * (slow.phi - window.phi)[window.part]
     momentum = constants.alpha * slow.momentum + step
     phi = slow.phi - constants.beta * (step + constants.alpha * momentum) - constants.gamma * apart
     correction = rho * (phi - slow.baseline)

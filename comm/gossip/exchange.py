@@ -3,9 +3,9 @@
     OPEN --close_at--> CLOSING --WindowClosed--> ASKING --last answer--> MERGING --Merged--> OPEN
 
 A window is the training between two closes, and a period is the time between them. Partners pull a window's
-pseudo-gradient and, less often, the slow weights phi (comm/gossip/outer_kernels.py has the formulas). Slow weights are
-encoded only if a partner asks for them before the merge begins. Training goes on during an exchange. While a fragment
-has no partners, its windows are not closed.
+pseudo-gradient, and from one of them the next slices of its slow weights phi (comm/gossip/outer_kernels.py has the
+formulas). Slices are encoded only if a partner asks for them before the merge begins. Training goes on during an
+exchange. While a fragment has no partners, its windows are not closed.
 
 If pulls take nearly a period, the next window may be due to end during the merge. That window ends right after the
 merge, at most LATE_PERIODS late, and still matches the partners' windows. If a partner does not answer within
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from decentral.comm.gossip import snapshots
-from decentral.comm.gossip.snapshots import FragmentContext, SnapshotStore, TokenClaims, contribution, pick
+from decentral.comm.gossip.snapshots import FragmentContext, SnapshotStore, TokenClaims, contribution
 from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
@@ -34,15 +34,14 @@ from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, but slow weights only in one of this many windows
+WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, and each slice of slow weights once in this many
 MOST_READ = 0.6  # a peer that pulls from at least this share of a fragment's holders pulls slow weights less often
-# A peer that pulls from at least MOST_READ of the holders pulls slow weights only in one of RARER * WHOLE_EVERY windows
+# A peer that pulls from at least MOST_READ of the holders pulls each slice once in RARER * WHOLE_EVERY windows
 # (docs/results/convergence.md).
 RARER = 3
-# With shorter codes slow weights are pulled less often, so that their share of the bytes stays small: N times less,
+# With shorter codes slices are pulled less often, so that their share of the bytes stays small: N times less,
 # N = max(1, their bytes // (DENSE_TIMES * a window's bytes)) (q4: 1, q1: 3, sparse: 8).
 DENSE_TIMES = 2
-MOST_LIGHT = 1 << 30  # a number of windows after which slow weights are due with any code
 ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
 LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
 DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
@@ -76,12 +75,10 @@ class PullWindow:
     """One window of this peer, and the pulls that fetch partners' windows for its merge."""
 
     layout: Layout = ()
-    on_request: Layout = ()  # sections that are encoded only on request, so that a partner's snapshot may lack them
     codings: Layout = ()  # for sections that may be sent in several codecs: one entry for each codec
     partners: Sequence[PeerId] = ()  # the peers whose windows are pulled
     enough_at: Seconds = 0.0  # from this time on, the merge does not wait for the answers that are still missing
-    # The sections to pull from each partner; an empty tuple stands for all sections.
-    sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
+    slices: Layout = ()  # the sections on request that are pulled from the first partner
     pending: set[PeerId] = field(default_factory=set)  # partners that have not answered yet
     pulled: list[PulledSnapshot] = field(default_factory=list)
     skipped: str = ""  # the reason for the journal if no partner's window is merged although no pull has failed
@@ -91,7 +88,7 @@ class PullWindow:
 class AnswerSizes:
     """The sizes in bytes that we expect of partners' answers, estimated from our own last snapshot."""
 
-    largest: int = 0  # size of an answer with all sections, each in the codec that takes the most bytes
+    largest: int = 0  # size of an answer without sections on request, each in the codec that takes the most bytes
     dense: int = 0  # mean size of an answer whose sections use their largest codecs; 0 if each section has one codec
 
 
@@ -106,7 +103,6 @@ class PullExchange:
     size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
     lasted_s: Seconds = 0.0  # time between our last two closes; 0.0 before the second
     blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
-    light: tuple[str, ...] = ()  # the sections that are pulled from every partner in every window; (): all sections
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # by partner: number of its newest accepted window
     claims: TokenClaims = field(default_factory=TokenClaims)
@@ -114,8 +110,8 @@ class PullExchange:
     _published_at: Seconds = 0.0
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
-    _light_windows: int = 0  # number of windows since we last pulled more than the `light` sections
-    _again_from: int = 0  # `_light_windows` after a failed pull of all sections: the next is WHOLE_EVERY later
+    _slow_due: float = 0.0  # bytes of sections on request that are due to be pulled
+    _turn: int = 0  # index of the section on request that is pulled next
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # partner -> how many more windows we do not pull from it
     _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)
@@ -141,8 +137,8 @@ class PullExchange:
                 return self._publish(event, now)
             case SectionsEncoded():
                 return self.published.encoded(event)
-            case Asked(request, _, Envelope(Pull() as pull)):
-                return self.published.answer(request, pull, now)
+            case Asked(request, peer, Envelope(Pull() as pull)):
+                return self.published.answer(request, peer, pull, now)
             case Answered(tag=ExchangeTag(seq=seq)) | AskFailed(tag=ExchangeTag(seq=seq)):
                 if self.state is ExchangePhase.ASKING and seq == self.seq:
                     return self._answered(event, now)
@@ -214,7 +210,7 @@ class PullExchange:
         window, on_request = self._window, layout_bytes(closed.on_request)
         densest = len(closed.blob) + _more_when_dense(closed)
         (every, self.size), (_, dense) = (self._expected(size, on_request) for size in (len(closed.blob), densest))
-        self._sizes = AnswerSizes(largest=densest + on_request, dense=dense if closed.codings else 0)
+        self._sizes = AnswerSizes(largest=densest, dense=dense if closed.codings else 0)
         period_s = self.context.period_s(self.size)
         since_s = now - self._published_at
         missed = max(0, round(since_s / period_s) - 1)
@@ -228,31 +224,32 @@ class PullExchange:
         self._window = replace(
             window,
             layout=closed.layout,
-            on_request=closed.on_request,
             codings=closed.codings,
             enough_at=now + ENOUGH_PERIODS * period_s,
             pending=set(window.partners),
-            sections=self._choose_sections(window.partners, missed, every),
+            slices=self._choose_slices(closed.on_request, every, missed * len(closed.blob)),
         )
         return effects + [self._ask(partner, now) for partner in window.partners]
 
-    def _choose_sections(self, partners: Sequence[PeerId], missed: int, every: int) -> dict[PeerId, tuple[str, ...]]:
-        """Return the names of the sections to pull from each partner; () stands for all sections.
+    def _choose_slices(self, on_request: Layout, every: int, missed_bytes: int) -> Layout:
+        """Return the sections on request to pull in this window: the next ones in turn, of one in `every` of all bytes.
 
-        Usually only the pseudo-gradient is pulled. In one of `every` windows all sections are pulled from the first
-        partner, since only slow weights contain windows that we have missed. A missed window counts as
-        RARER * WHOLE_EVERY windows, so with a dense code one is enough. One partner's slow weights are enough,
-        and more slow weights would take long over a slow link.
+        Only slow weights contain windows that we have missed. So a missed window brings as many bytes of them as its
+        answer would have had: windows that are missed since a link is slow do not make the next answer slower still.
         """
-        self._light_windows += 1 + RARER * WHOLE_EVERY * missed
-        chosen = dict.fromkeys(partners, self.light)
-        if self._light_windows >= every:
-            chosen[partners[0]], self._light_windows = (), 0
-            self._again_from = max(0, every - WHOLE_EVERY)
-        return chosen
+        total, chosen = layout_bytes(on_request), []
+        self._slow_due = min(total, self._slow_due + total / every + missed_bytes)
+        for place in range(len(on_request)):
+            section = on_request[(self._turn + place) % len(on_request)]
+            if section.size > self._slow_due + 0.01:  # less is a rounding error
+                break
+            chosen.append(section)
+            self._slow_due -= section.size
+        self._turn += len(chosen)
+        return tuple(section for section in on_request if section in chosen)
 
     def _expected(self, window_bytes: int, on_request: int) -> tuple[int, int]:
-        """Return N, if one window in N pulls all sections (see `whole_every`), and an answer's mean bytes."""
+        """Return N, if a window pulls an N-th of the slow weights (see `whole_every`), and an answer's mean bytes."""
         partners, holders = len(self._window.partners), len(self.context.view.holders(self.context.fragment))
         every = whole_every(partners, holders, window_bytes, on_request)
         return every, window_bytes + on_request // (every * max(1, partners))
@@ -264,10 +261,14 @@ class PullExchange:
         after = self.seq - 1 if self.blocking else self.seen.get(partner, 0)
         patience_s = MAX_PATIENCE_S if self.blocking else min(PATIENCE_PERIODS * period_s, MAX_PATIENCE_S)
         since = max(0.0, now - period_s / 2)
-        sections = self._window.sections[partner]
-        pull = Pull(self.context.run, self.context.fragment, after, since, patience_s, self.blocking, sections)
-        deadline_s = patience_s + self.context.view.deadline_s(partner, self._sizes.largest)
-        return Ask(tag, partner, Envelope(pull), deadline_s, self._sizes.largest)
+        slices = self._slices_from(partner)
+        names = tuple(section.name for section in slices)
+        pull = Pull(self.context.run, self.context.fragment, after, since, patience_s, self.blocking, names)
+        most = self._sizes.largest + layout_bytes(slices)
+        return Ask(tag, partner, Envelope(pull), patience_s + self.context.view.deadline_s(partner, most), most)
+
+    def _slices_from(self, partner: PeerId) -> Layout:
+        return self._window.slices if partner == self._window.partners[0] else ()
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Record a partner's answer or failure; return journal lines and, after the last answer, the merge job."""
@@ -289,18 +290,14 @@ class PullExchange:
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> str:
         """Accept a partner's snapshot and return "", or return the reason to refuse it."""
-        blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
-        window, names = self._window, self._window.sections.get(event.peer, ())
+        blob, after, window = event.envelope.blob, self.seen.get(event.peer, 0), self._window
         own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
-        whole = (*own, *window.on_request)
-        came = whole if snapshot.layout == whole else own
-        refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now, self.size)
+        came = tuple(section for section in self._slices_from(event.peer) if section in snapshot.layout)
+        refused = snapshots.check(self.context, snapshot, blob, (*own, *came), after, now, self.size)
         if refused:
             if refused == Reason.REPLAY:  # an honest partner sends only windows newer than `after`
                 self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
-        if pick(whole, names) != snapshot.layout:
-            self._light_windows = MOST_LIGHT  # this answer lacked the slow weights: pull them next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
@@ -329,9 +326,9 @@ class PullExchange:
         self._window = replace(self._window, pulled=[one for one in pulled if one not in stale])
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]
         fresh = tuple(one.contribution for one in self._window.pulled)
-        whole = {peer for peer, names in self._window.sections.items() if not names}
-        if whole.isdisjoint(one.peer for one in fresh):
-            self._light_windows = max(self._light_windows, self._again_from if whole else 0)
+        came = {section for one in fresh for section in one.layout}
+        lost = layout_bytes(tuple(section for section in self._window.slices if section not in came))
+        self._slow_due += min(lost, layout_bytes(self._window.layout))  # as for a window that we have missed
         return [*lines, Merge(self.context.fragment, self.seq, fresh)]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
@@ -355,13 +352,13 @@ class PullExchange:
 
 
 def whole_every(partners: int, holders: int, window_bytes: int, on_request: int) -> int:
-    """Return N: one in N of a fragment's windows pulls all sections, the others only those that every window pulls.
+    """Return N: each of a fragment's windows pulls an N-th of the sections on request, besides those of the window.
 
     Args:
         partners: Number of peers that a window pulls from.
         holders: Number of other peers that hold the fragment.
         window_bytes: Bytes of the sections that each window pulls from a partner.
-        on_request: Bytes of the other sections, the slow weights.
+        on_request: Bytes of the sections on request, the slow weights.
     """
     every = WHOLE_EVERY * (RARER if partners >= MOST_READ * holders else 1)
     return every * max(1, on_request // (DENSE_TIMES * max(1, window_bytes)))

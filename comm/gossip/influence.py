@@ -6,7 +6,8 @@
                  (comm/gossip/trust.py).
     length       A pseudo-gradient is scaled to at most TIMES_USUAL times the usual length. Above IMPLAUSIBLE times the
                  usual length, its weight is 0. Lengths above IMPLAUSIBLE times ours are left out of the usual length.
-    distance     The difference of slow weights from ours is scaled to at most TIMES_USUAL times the usual distance.
+    distance     The difference of slow weights from ours is scaled to at most TIMES_USUAL times the usual distance;
+                 above TIMES_NEAR times, its weight falls.
     outliers     Slow weights far from the median of all peers have weight 0 (`Outliers`).
 
 A length is the L2 norm of a vector. The usual value of a quantity is the lower median over the partners and this peer,
@@ -23,6 +24,7 @@ Source: clipping towards one's own weights, He, Karimireddy and Jaggi, arXiv 220
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ TIMES_USUAL_TOKENS = 4.0  # a partner's token claim counts only up to this multi
 TIMES_EXPLAINED = 2.0  # a partner whose pseudo-gradient is as long as ours may claim up to this multiple of our tokens
 MOST_SHARE = 0.5  # largest share of a merge for one partner, so that it never outweighs all other peers together
 TIMES_USUAL = 1.5  # pseudo-gradients and distances longer than this multiple of the usual value are scaled down to it
+TIMES_NEAR = 4.0  # slow weights above this multiple of the usual distance count less, from twice as far nothing
 IMPLAUSIBLE = 1000.0  # a pseudo-gradient longer than this multiple of the usual length is an attack, and not merged
 RECENT_WINDOWS = 16
 RECENT_PARTNERS = 16  # for this many partners we store the last pseudo-gradient's length, and slow weights' distance
@@ -143,6 +146,16 @@ class Experience:
         unknown = max(0, min(LEAST_PARTNERS, len(self.moved)) - len(self.apart.keys() | {peer for peer, _ in partners}))
         return self._usual(self.apart, partners, [self.progress] * unknown)
 
+    def nearness(self, distance: float, usual_distance: float) -> float:
+        """Return the weight (0 to 1) of slow weights at this distance from ours: `scale`, but less above TIMES_NEAR.
+
+        Slices of honest peers are at up to 3.2 times the usual distance. A slice can be compared with the median of
+        all peers (`Outliers`) only after two others have sent it. With one partner, the result is that of `scale`.
+        """
+        whole = TIMES_NEAR * usual_distance
+        falls = min(1.0, max(0.0, 2.0 - distance / whole)) if whole and len(self.moved) > 1 else 1.0
+        return falls * scale(distance, usual_distance)
+
     def _usual(
         self, last: dict[PeerId, float], partners: Sequence[tuple[PeerId, float]], besides: Sequence[float] = ()
     ) -> float:
@@ -177,11 +190,13 @@ class Outliers:
     coordinate-wise median of all partners and us (Yin et al., arXiv 1803.01498). The median lies among the honest peers
     while they are the majority.
 
-    Vectors are samples of differences from our weights, fp32 [m]. A step that all peers take does not change the
-    differences. If only this peer takes a step, the caller must call `moved`.
+    Vectors are samples of differences from our weights, fp32 [m]; a number that a partner has not sent is NaN. A step
+    that all peers take does not change the differences. If only this peer takes a step, the caller must call `moved`.
     """
 
     apart: dict[PeerId, Tensor] = field(default_factory=dict)  # each partner's last slow weights minus ours, sampled
+    # How far each number was from the median when it came last, by peer (None: us); NaN: fewer than two have sent it.
+    away: dict[PeerId | None, Tensor] = field(default_factory=dict)
     # Each partner's last distance, as a multiple of the tolerated distance.
     found: dict[PeerId, float] = field(default_factory=dict)
     merges: int = 0  # number of merges so far that included slow weights
@@ -198,11 +213,14 @@ class Outliers:
         if not partners:
             return []
         most = max(MOST_KNOWN, len(partners))
+        came = torch.zeros_like(_thinned(partners[0][1]), dtype=torch.bool)
         for peer, vector in partners:
-            keep_latest(self.apart, peer, _thinned(vector).clone(), most)
+            new = _thinned(vector)
+            came |= new.isfinite()
+            keep_latest(self.apart, peer, torch.where(new.isnan(), self.apart.get(peer, new), new), most)
         self.merges += 1
         tolerance = EARLY if self.merges <= EARLY_MERGES else LATER
-        distances = self._distances()
+        distances = self._distances(came.nonzero()[:, 0])
         usual = sorted(distances.values())[int(HONEST_PART * (len(distances) - 1))] if len(distances) > 2 else 0.0
         for (peer, _), step in zip(partners, steps, strict=True):
             whole = tolerance.times * max(usual, tolerance.steps * step)
@@ -211,13 +229,21 @@ class Outliers:
 
     def forget(self) -> None:
         """Forget all partners' differences, because our own weights have been replaced."""
-        self.apart, self.found, self.merges = {}, {}, 0
+        self.apart, self.away, self.found, self.merges = {}, {}, {}, 0
 
-    def _distances(self) -> dict[PeerId | None, float]:
-        """Return the distance of each peer from the median of all; the key None is this peer."""
-        places = torch.stack([torch.zeros_like(next(iter(self.apart.values()))), *self.apart.values()])
-        apart = places - places.double().quantile(0.5, dim=0)
-        return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
+    def _distances(self, came: Tensor) -> dict[PeerId | None, float]:
+        """Return the distance of each peer from the median of all, after the numbers at the indices `came` have come.
+
+        The key None is this peer. The distance is that of all m numbers if a peer is as far off in those not judged.
+        """
+        places = torch.stack([torch.zeros_like(came, dtype=torch.float32), *(one[came] for one in self.apart.values())])
+        apart = (places - places.double().nanquantile(0.5, dim=0)).float().abs()
+        apart[:, places.isfinite().sum(dim=0) <= 2] = torch.nan
+        unknown = torch.full_like(next(iter(self.apart.values())), torch.nan)
+        self.away = {peer: self.away.get(peer, unknown.clone()) for peer in (None, *self.apart)}
+        for known, found in zip(self.away.values(), apart, strict=True):
+            known[came] = found
+        return {peer: _length(known[known.isfinite()], len(known)) for peer, known in self.away.items()}
 
     def is_far(self, peer: PeerId) -> bool:
         """Return whether a partner has weight 0: its last slow weights were over FAR tolerated distances away."""
@@ -225,9 +251,15 @@ class Outliers:
 
     def moved(self, way: Tensor) -> None:
         """Subtract `way`, a step that only our weights have taken, from all recorded differences."""
-        way = _thinned(way)
+        way = _thinned(way).nan_to_num()
         for vector in self.apart.values():
             vector -= way
+
+
+def _length(numbers: Tensor, elements: int) -> float:
+    """Return the L2 norm of a vector of `elements` numbers of which these are known; 0 if none is."""
+    known = max(1, len(numbers))
+    return float(torch.linalg.vector_norm(numbers, dtype=torch.float64)) * sqrt(elements / known)
 
 
 def _thinned(vector: Tensor) -> Tensor:

@@ -109,11 +109,11 @@ def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor])
     towards = [Weighted(w, encode(SLOW_WEIGHTS_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)][1:]
     for partner in towards:
         _near("distance", (one.distance(phi, partner.blob) for one in both))
-    for pulled in (towards, []):
+    for taken, pulled, rho in ((steps, towards, 0.6), (steps, [], 0.6), ([], towards, 0.0)):
         merged = []
         for one in both:
             moved = OuterVectors(phi.clone(), baseline.clone(), correction.clone())
-            one.merge(moved, steps, pulled, rho=0.6)
+            one.merge(moved, taken, pulled, rho)
             merged.append(moved)
         for name in ("phi", "baseline", "correction"):
             _same_bits(f"{name} of merge", (getattr(moved, name) for moved in merged))

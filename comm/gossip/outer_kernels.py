@@ -9,8 +9,8 @@ Start at the protocol `OuterKernels`; `TorchKernels` is the reference. The algor
             handle only q4 bytes, which can store every value of q1 and sparse: a partner's blob in these codes is
             converted to q4 when it arrives, and our q4 blob is converted to them before it is published.
     merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   our own pseudo-gradient first
-            apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...     partners whose slow weights were pulled
-            phi = (phi - g) - apart                               comm/gossip/pull_rule.py has the weights w and v
+            phi = phi - v_i (phi - phi_i)     first, and only in the slices of slow weights that were pulled from i
+            phi = phi - g                                         comm/gossip/pull_rule.py has the weights w and v
             correction = rho (phi - baseline);  baseline = baseline + correction
             With sparse, correction and baseline are then lowered by rho UNSENT_KEPT residual, so that the live weights
             keep a part of the training that is not published yet (comm/gossip/pull_rule.py).
@@ -65,6 +65,10 @@ class OuterVectors:
     phi: Tensor
     baseline: Tensor
     correction: Tensor  # `merge` overwrites this vector without reading it
+
+    def of(self, part: slice) -> "OuterVectors":
+        """Return a part of each vector, which shares its memory."""
+        return OuterVectors(self.phi[part], self.baseline[part], self.correction[part])
 
 
 class OuterKernels(Protocol):

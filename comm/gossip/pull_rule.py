@@ -6,6 +6,7 @@ comm/gossip/outer_kernels.py has the formulas and their sources.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from decentral.comm.gossip.outer_kernels import (
     rho_of,
 )
 from decentral.comm.gossip.trust import PartnerHistory, PulledWindow, WindowSample
-from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window, sliced
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, PartnerWork
@@ -52,7 +53,6 @@ class PullRule(UpdateRule):
     rounds_residual = True
     """Whether this object rounds the residuals of large fragments."""
 
-    on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
     donated: Mapping[str, str] = {"phi": "fp32"}
     donates_live = False
 
@@ -63,6 +63,9 @@ class PullRule(UpdateRule):
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
+        slices = sliced("phi", SLOW_WEIGHTS_CODEC, self.elements, tools.codecs)
+        self.on_request = tuple(slices)
+        self.slices = {section.name: part for section, part in slices.items()}  # of phi, by name of the section
         self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
         self.may_round = False  # whether the newest window's residual may be rounded
         self._baseline: Tensor | None = None  # None: the baseline is phi plus the residual
@@ -122,9 +125,10 @@ class PullRule(UpdateRule):
         else:
             self._residual = vector
 
-    def encode(self, packer: Packer) -> None:
-        """Pack the slow weights phi."""
-        packer.add("phi", SLOW_WEIGHTS_CODEC, self.phi)
+    def encode(self, packer: Packer, names: Sequence[str]) -> None:
+        """Pack these slices of the slow weights phi."""
+        for name in names:
+            packer.add(name, SLOW_WEIGHTS_CODEC, self.phi[self.slices[name]])
 
     def read(self, one: Contribution) -> PulledWindow:
         """Return a partner's window with its sections still encoded, after checking them.
@@ -138,9 +142,11 @@ class PullRule(UpdateRule):
         if code != PSEUDO_GRADIENT_CODEC:
             pseudo_gradient = kernels.widen(code, pseudo_gradient, self.elements)
         length = kernels.length(pseudo_gradient, self.elements)
-        phi = parts.get("phi")
-        distance = 0.0 if phi is None else kernels.distance(self.phi, phi)
-        return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, phi, distance)
+        slow = [(self.slices[name], part) for name, part in parts.items() if name in self.slices]
+        squares = sum(kernels.distance(self.phi[place], part) ** 2 for place, part in slow)
+        numbers = sum(place.stop - place.start for place, _ in slow)
+        distance = sqrt(squares * self.elements / numbers) if slow else 0.0
+        return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, slow, distance)
 
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         """Take the outer step with partners' windows, weighted by trust, and return the correction of the weights."""
@@ -153,26 +159,25 @@ class PullRule(UpdateRule):
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self._error())
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
-        lengths = [min(one.length, progress) for one in partners if one.phi is not None]
+        lengths = [min(one.length, progress) for one in partners if one.slow]
         among = dict(zip(apart, outliers.trust([*apart.items()], lengths), strict=True))
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
         claims, trust, new = self.history.believed(self.closed, partners, progress, read)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         self.work = _work(own, experience.lengths[-1], partners, new)
         shares = influence.token_shares(own.tokens, claims, trust)
-        near = experience.usual_distance([(one.peer, one.distance) for one in possible if one.phi is not None])
-        steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
+        near = experience.usual_distance([(one.peer, one.distance) for one in possible if one.slow])
+        steps_taken = [Weighted(1.0 - sum(shares), blob)]
+        vectors = OuterVectors(self.phi, self.baseline, self.tools.vector(self.elements))
         for share, one in zip(shares, partners, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
-            if one.phi is not None:
-                weight = share * among[one.peer] * influence.scale(one.distance, near)
-                slow_weights.append(Weighted(weight, one.phi))
+            if one.slow:
+                weight = share * among[one.peer] * experience.nearness(one.distance, near)
+                for place, part in one.slow:
+                    self.tools.kernels.merge(vectors.of(place), [], [Weighted(weight, part)], 0.0)
                 outliers.moved(weight * apart[one.peer])
-        vectors, rho = (
-            OuterVectors(self.phi, self.baseline, self.tools.vector(self.elements)),
-            rho_of(steps - own.steps, self.tools.optimizer),
-        )
-        self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
+        rho = rho_of(steps - own.steps, self.tools.optimizer)
+        self.tools.kernels.merge(vectors, steps_taken, [], rho)
         self._keep_unsent(vectors, rho * self.unsent_kept)
         self._end_window(rho)  # only now: if the kernel runs out of memory, the final checkpoint includes the window
         return Correction(vectors.correction)
@@ -289,7 +294,13 @@ def _work(
 def _differences(
     sample: WindowSample, codecs: Codecs, phi: Tensor, partners: Sequence[PulledWindow]
 ) -> dict[PeerId, Tensor]:
-    """Return slow weights minus phi at the sampled indices, for each partner that sent slow weights."""
-    known = {one.peer: one.phi for one in partners if one.phi is not None}
-    ours = sample.take(phi) if known else phi
-    return {peer: sample.read(SLOW_WEIGHTS_CODEC, codecs, theirs) - ours for peer, theirs in known.items()}
+    """Return slow weights minus phi at the sampled indices, for each partner that sent any; NaN where it sent none."""
+    known = [one for one in partners if one.slow]
+    ours, found = sample.take(phi) if known else phi, {}
+    for one in known:
+        found[one.peer] = torch.full_like(ours, torch.nan)
+        for place, part in one.slow:
+            within, at = sample.within(place)
+            if len(at):
+                found[one.peer][at] = within.read(SLOW_WEIGHTS_CODEC, codecs, part) - ours[at]
+    return found

@@ -35,7 +35,7 @@ ROUNDS_KEPT = (
     2  # with numbered rounds, the snapshot before the newest one is kept as well: a partner may be a round behind
 )
 MOST_SEEN = 8192  # to refuse replays, we store the newest window number of this many partners; a roster has fewer peers
-MOST_PARTS = 3  # we cache at most this many answers of a snapshot, one for each choice of sections that was pulled
+MOST_PARTS = 4  # answers with slow weights hold at most this many times the bytes of a snapshot with all its sections
 MAX_WAITING_PULLS = 256  # at most this many pulls wait for the next snapshot; further pulls are answered at once
 ASKED_LATE_WINDOWS = 32  # for this many windows after a late pull, each close also encodes the on-request sections
 LATE = 0.5  # a pull is late if more than this part of a window has passed since our last close
@@ -182,9 +182,14 @@ def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> 
     return Contribution(peer, header.tokens, header.lr_sum, header.layout, blob)
 
 
-def pick(layout: Layout, names: Sequence[str]) -> Layout:
-    """Return the sections with these names; all sections if no name is given."""
-    return tuple(section for section in layout if section.name in names) if names else layout
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A partner's pull that this peer has to answer."""
+
+    id: int
+    peer: PeerId
+    pull: Pull
+    until: Seconds  # latest time to answer
 
 
 @dataclass(slots=True)
@@ -195,33 +200,45 @@ class PublishedSnapshot:
     blob: bytes
     on_request: Layout  # layout of the sections that are encoded only on request
     settled: bool = False  # True once the merge has begun, after which on-request sections can no longer be encoded
-    added: Layout = ()  # the on-request sections that have been encoded, in `whole`
-    whole: bytes = b""  # the blob with the added sections, once they are encoded
-    parts: dict[Layout, Envelope] = field(default_factory=dict)  # cached answers with only some of the sections
+    making: set[str] = field(default_factory=set)  # names of the on-request sections that the worker encodes now
+    encoded: dict[str, bytes] = field(default_factory=dict)  # on-request sections by name
+    parts: dict[Layout, Envelope] = field(default_factory=dict)  # answers with on-request sections
+    given: set[PeerId] = field(default_factory=set)  # peers that have got such an answer
 
-    def reply(self, request: int, names: Sequence[str]) -> Reply:
-        """Return the answer to a pull: the encoded sections with these names, or all of them if `names` is empty.
+    def wanted(self, names: Sequence[str]) -> list[str]:
+        """Return those of the names that are names of on-request sections, in the order of the layout."""
+        return [one.name for one in self.on_request if one.name in names]
 
-        Answers with the same sections share one blob in memory.
+    def reply(self, asked: Request) -> Reply:
+        """Return the answer to a pull: the snapshot with those on-request sections that it names and are encoded.
+
+        Answers with the same sections share one blob in memory. So that questions cannot fill the memory, each peer
+        gets on-request sections once, and all answers together have at most MOST_PARTS times the bytes of all sections.
         """
-        layout = pick((*self.snapshot.layout, *self.added), names)
-        if layout == self.snapshot.layout:
-            return Reply(request, Envelope(self.snapshot, self.blob))
+        more = [one for one in self.on_request if one.name in asked.pull.sections and one.name in self.encoded]
+        layout = (*self.snapshot.layout, *more)
+        if not more or asked.peer in self.given:
+            return Reply(asked.id, Envelope(self.snapshot, self.blob))
         if layout not in self.parts:
-            keep_latest(self.parts, layout, self._part(layout), MOST_PARTS)
-        return Reply(request, self.parts[layout])
+            made, whole = sum(map(layout_bytes, [*self.parts, layout])), (*self.snapshot.layout, *self.on_request)
+            if made > MOST_PARTS * layout_bytes(whole):
+                return Reply(asked.id, Envelope(self.snapshot, self.blob))
+            part = joined([self.blob, *(self.encoded[one.name] for one in more)])
+            self.parts[layout] = Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part)
+        self.given.add(asked.peer)
+        return Reply(asked.id, self.parts[layout])
 
     def add(self, layout: Layout, blob: bytes) -> None:
-        """Add the on-request sections, now that they are encoded."""
-        self.added, self.whole = layout, joined([self.blob, blob])
-        self.parts.clear()
+        """Add on-request sections that the worker has encoded."""
+        for section, end in zip(layout, accumulate(section.size for section in layout), strict=True):
+            self.making.discard(section.name)
+            self.encoded[section.name] = blob[end - section.size : end]
 
-    def _part(self, layout: Layout) -> Envelope:
-        sections, part = (*self.snapshot.layout, *self.added), self.whole or self.blob
-        if layout != sections:
-            placed = zip(sections, accumulate(section.size for section in sections), strict=True)
-            part = joined([part[end - section.size : end] for section, end in placed if section in layout])
-        return Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part)
+    def make(self, names: Sequence[str]) -> list[Effect]:
+        """Return the job that encodes these on-request sections; [] if all are encoded, or in the making, already."""
+        missing = tuple(name for name in names if name not in self.encoded and name not in self.making)
+        self.making.update(missing)
+        return [EncodeSections(self.snapshot.fragment, self.snapshot.seq, missing)] if missing else []
 
 
 @dataclass(slots=True)
@@ -230,21 +247,18 @@ class SnapshotStore:
 
     On-request sections (the slow weights) can be encoded only before the window's merge. A much slower partner pulls at
     any moment, mostly after the merge. That partner misses most of our windows, and can catch up only with our slow
-    weights. So after a late pull, the slow weights are encoded at each of the next ASKED_LATE_WINDOWS closes.
+    weights. So after a late pull, all of them are encoded at each of the next ASKED_LATE_WINDOWS closes.
     """
 
     latest: deque[PublishedSnapshot] = field(default_factory=deque)
-    # Pulls that wait for the next snapshot: (request id, pull, latest time to answer).
-    waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)
-    # Pulls that wait until the worker has encoded on-request sections: (request id, pull).
-    encoding: list[tuple[int, Pull]] = field(default_factory=list)
-    making: bool = False  # True while the worker encodes on-request sections of the newest snapshot
+    waiting: list[Request] = field(default_factory=list)  # pulls that wait for the next snapshot
+    encoding: list[Request] = field(default_factory=list)  # pulls that wait until on-request sections are encoded
     asked_late: int = 0  # number of further closes that also encode the on-request sections
 
     @property
     def wake_at(self) -> Seconds | None:
         """Return when the first waiting pull must be answered; None if no pull waits."""
-        return min((until for _, _, until in self.waiting), default=None)
+        return min((asked.until for asked in self.waiting), default=None)
 
     def put(self, snapshot: Snapshot, closed: WindowClosed, now: Seconds, keep: int = 1) -> list[Effect]:
         """Publish a snapshot; return answers to the pulls that waited for it, and the job for on-request sections.
@@ -254,80 +268,79 @@ class SnapshotStore:
         """
         while len(self.latest) >= keep:
             self.latest.popleft()
-        self.latest.append(PublishedSnapshot(snapshot, closed.blob, closed.on_request))
-        begun = self._make(self.latest[-1]) if self.asked_late and closed.on_request else []
+        newest = PublishedSnapshot(snapshot, closed.blob, closed.on_request)
+        self.latest.append(newest)
+        begun = newest.make([one.name for one in closed.on_request]) if self.asked_late else []
         self.asked_late = max(0, self.asked_late - 1)
         waited, self.waiting = self.waiting, []
         return [*begun, *self._answer_all(waited, now)]
 
-    def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
-        """Return the answer to a pull, or the job that encodes on-request sections for it.
+    def answer(self, request: int, peer: PeerId, pull: Pull, now: Seconds) -> list[Effect]:
+        """Return the answer to a peer's pull, or the job that encodes on-request sections for it.
 
         Return no effects if the pull has to wait for a newer snapshot; it waits for at most `pull.patience_s` seconds.
         """
-        return self._answer(request, pull, now + pull.patience_s, now)
+        return self._answer(Request(request, peer, pull, now + pull.patience_s), now)
 
     def lose_patience(self, now: Seconds) -> list[Effect]:
         """Return answers to the pulls that have waited for their whole `patience_s`, from the snapshots stored now."""
-        over = [one for one in self.waiting if one[2] <= now]
-        self.waiting = [one for one in self.waiting if one[2] > now]
+        over = [asked for asked in self.waiting if asked.until <= now]
+        self.waiting = [asked for asked in self.waiting if asked.until > now]
         return self._answer_all(over, now)
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
         """Add encoded on-request sections to the newest snapshot, and answer the pulls that waited for them."""
-        self.making = False
         if not self.latest:
             return []  # this peer gave up the fragment during the job, and then took it over again
         newest = self.latest[-1]
         if newest.snapshot.seq == done.seq:
             newest.add(done.layout, done.blob)
-        asked, self.encoding = self.encoding, []
-        return [newest.reply(request, pull.sections) for request, pull in asked]
+        waited, self.encoding = self.encoding, []
+        for asked in waited:
+            if newest.making.intersection(newest.wanted(asked.pull.sections)):
+                self.encoding.append(asked)
+        return [newest.reply(asked) for asked in waited if asked not in self.encoding]
 
     def settle(self) -> None:
         """Record that the newest window's merge has begun: its on-request sections can no longer be encoded."""
         if self.latest:
             self.latest[-1].settled = True
 
-    def _answer_all(self, waited: Sequence[tuple[int, Pull, Seconds]], now: Seconds) -> list[Effect]:
-        return [effect for request, pull, until in waited for effect in self._answer(request, pull, until, now)]
+    def _answer_all(self, waited: Sequence[Request], now: Seconds) -> list[Effect]:
+        return [effect for asked in waited for effect in self._answer(asked, now)]
 
-    def _answer(self, request: int, pull: Pull, until: Seconds, now: Seconds) -> list[Effect]:
+    def _answer(self, asked: Request, now: Seconds) -> list[Effect]:
+        pull = asked.pull
         found = [kept for kept in self.latest if kept.snapshot.seq > pull.after]
         if pull.exact:
             found = [kept for kept in found if kept.snapshot.seq == pull.after + 1]
         if found and (pull.exact or found[-1].snapshot.time >= pull.since):
-            return self._send(request, pull, found[-1], now)
+            return self._send(asked, found[-1], now)
         newest = self.latest[-1].snapshot.seq if self.latest else 0
         may_come = not pull.exact or newest <= pull.after
-        if may_come and now < until and len(self.waiting) < MAX_WAITING_PULLS:
-            self.waiting.append((request, pull, until))
+        if may_come and now < asked.until and len(self.waiting) < MAX_WAITING_PULLS:
+            self.waiting.append(asked)
             return []
         if found:
-            return self._send(request, pull, found[-1], now)
-        return [Reply(request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
+            return self._send(asked, found[-1], now)
+        return [Reply(asked.id, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
 
-    def _send(self, request: int, pull: Pull, found: PublishedSnapshot, now: Seconds) -> list[Effect]:
-        if found is not self.latest[-1] or not pick(found.on_request, pull.sections):
-            return [found.reply(request, pull.sections)]
+    def _send(self, asked: Request, found: PublishedSnapshot, now: Seconds) -> list[Effect]:
+        wanted = found.wanted(asked.pull.sections)
+        if found is not self.latest[-1] or not wanted:
+            return [found.reply(asked)]
         if self._is_late(now):
             self.asked_late = ASKED_LATE_WINDOWS
-        if found.added or (found.settled and not self.making):
-            return [found.reply(request, pull.sections)]
-        self.encoding.append((request, pull))
-        return self._make(found)
+        begun = [] if found.settled else found.make(wanted)
+        if not found.making.intersection(wanted):
+            return [found.reply(asked)]
+        self.encoding.append(asked)
+        return begun
 
     def _is_late(self, now: Seconds) -> bool:
         """Return whether a pull at time `now` is late (LATE): its sender does not close windows when this peer does."""
         newest = self.latest[-1].snapshot
         return newest.lasted_s > 0 and now - newest.time > LATE * newest.lasted_s
-
-    def _make(self, newest: PublishedSnapshot) -> list[Effect]:
-        """Return the job that encodes the on-request sections of `newest`; [] if such a job is already running."""
-        if self.making:
-            return []
-        self.making = True
-        return [EncodeSections(newest.snapshot.fragment, newest.snapshot.seq)]
 
 
 @dataclass(slots=True)

@@ -112,6 +112,18 @@ class WindowSample:
         part = blockwise.stretches(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
         return codecs.decode(codec, part, len(self.begins) * STRETCH_NUMBERS)
 
+    def within(self, part: slice) -> tuple["WindowSample", Tensor]:
+        """Return the sample of a part of the vectors, and the indices of its numbers in the whole sample.
+
+        The part begins and ends with a piece. If there are no indices, the sample of the part is not valid.
+        """
+        length, piece = part.stop - part.start, torch.arange(STRETCH_NUMBERS)
+        if not self.begins:
+            return WindowSample(length), torch.arange(part.start, part.stop)
+        inside = [(begin - part.start, at) for at, begin in enumerate(self.begins) if part.start <= begin < part.stop]
+        at = [STRETCH_NUMBERS * place + piece for _, place in inside]
+        return WindowSample(length, tuple(begin for begin, _ in inside)), torch.cat(at) if at else piece[:0]
+
     def take(self, vector: Tensor) -> Tensor:
         """Return a copy of the sampled numbers of a plain (not encoded) vector."""
         if not self.begins:
@@ -318,8 +330,9 @@ class PulledWindow(Parts):
 
     pseudo_gradient: bytes | memoryview = b""  # encoded in q4
     length: float = 0.0  # L2 norm of the pseudo-gradient
-    phi: bytes | memoryview | None = None  # slow weights in int8; None if they were not pulled
-    distance: float = 0.0  # L2 distance of these slow weights from ours; 0 if they were not pulled
+    slow: Sequence[tuple[slice, bytes | memoryview]] = ()  # the slices of slow weights that were pulled, in int8
+    # L2 distance of slow weights from ours, if they are as far in all other slices; 0 if none were pulled.
+    distance: float = 0.0
 
 
 @dataclass(slots=True)

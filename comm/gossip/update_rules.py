@@ -6,6 +6,7 @@ the weights (`merge`). It works beside training on a copy of the weights: the tr
 adds the correction, between two steps (engine/gossip_jobs.py).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from decentral.core.jobs import Contribution, PartnerWork
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
 
+SLICES = 32  # a vector on request has at most this many slices: in int8 one has half the bytes of a sparse window
+SLICE_BLOCK = 256  # a slice has a multiple of this many numbers: whole codec blocks
 SCALAR = "scalar"  # stands in place of a codec for a section that is a single fp32 number
 
 
@@ -96,7 +99,7 @@ class UpdateRule:
     sparsely: bool = False
     """Whether the next `close` uses the codecs of `sparse`."""
 
-    on_request: Mapping[str, str] = {}
+    on_request: Layout = ()
     """The sections that `encode` packs only when a partner asks for them."""
 
     donated: Mapping[str, str] = {"theta": "fp32"}
@@ -126,8 +129,8 @@ class UpdateRule:
         """End the window: pack the sections for partners, given the weights `theta` [n] at the window's end."""
         raise NotImplementedError
 
-    def encode(self, packer: Packer) -> None:
-        """Pack the sections of `on_request`; call it between a window's close and its merge."""
+    def encode(self, packer: Packer, names: Sequence[str]) -> None:
+        """Pack these sections of `on_request`; call it between a window's close and its merge."""
 
     def read(self, one: Contribution) -> Parts:
         """Return a partner's window, decoded; its layout must have been checked with `fits`.
@@ -220,6 +223,20 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
         codec, elements = ("fp32", 1) if codec == SCALAR else (codec, parameters)
         found.append(Section(name, codec, elements, codecs.size(codec, elements)))
     return tuple(found)
+
+
+def sliced(name: str, codec: str, parameters: int, codecs: Codecs) -> dict[Section, slice]:
+    """Return the sections of a vector that is sent in slices, each with the slice of the vector that it has.
+
+    There are at most SLICES of them, each of whole codec blocks, but for the last.
+    """
+    numbers = SLICE_BLOCK * max(1, math.ceil(parameters / (SLICES * SLICE_BLOCK)))
+    parts = [slice(begin, min(begin + numbers, parameters)) for begin in range(0, parameters, numbers)]
+    lengths = [part.stop - part.start for part in parts]
+    return {
+        Section(f"{name}.{place}", codec, length, codecs.size(codec, length)): part
+        for place, (part, length) in enumerate(zip(parts, lengths, strict=True))
+    }
 
 
 def donated(gossip: GossipConfig) -> Mapping[str, str]:

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, Field, Strict
 
 from decentral.comm.wire.invitations import MAX_PROOF_BYTES, MAX_REVOCATIONS_BYTES
 from decentral.comm.wire.message_fields import (
+    MOST_SECTIONS,
     Count,
     Digest,
     Index,
@@ -46,7 +47,7 @@ from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
-VERSION = 9
+VERSION = 10
 MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the sender allows much less in the answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
@@ -167,8 +168,7 @@ class Pull(RunQuestion):
     """Asks for a fragment's newest snapshot with a `seq` above `after`; if `exact`, only for `seq` = `after` + 1.
 
     If there is no such snapshot yet, or only one from before `since` (unix seconds), the answer may wait up to
-    `patience_s` for the next snapshot. All peers publish a fragment's snapshot at about the same time, so the next one
-    comes soon. `sections` names the sections of the snapshot that the sender wants; empty: all sections.
+    `patience_s` for the next one, which all peers publish at about the same time. `sections` names slices to add.
     """
 
     fragment: Index
@@ -176,7 +176,7 @@ class Pull(RunQuestion):
     since: UnixTime
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
     exact: Annotated[bool, Strict()] = False
-    sections: Annotated[tuple[Word, ...], Field(max_length=16)] = ()
+    sections: Annotated[tuple[Word, ...], Field(max_length=MOST_SECTIONS)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ class Algorithm:
     name: str
     rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
     memory_bytes: int  # gossip state and published snapshots together take at most this many bytes per parameter
-    light: tuple[str, ...] = ()  # sections of a snapshot that peers usually request; (): all sections
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
 
@@ -60,7 +59,6 @@ ALGORITHMS = {
             name="pull",
             rule="decentral.comm.gossip.pull_rule:PullRule",
             memory_bytes=16,  # bytes per parameter: 12 in fp32 vectors, 4 in our snapshot and its encoded answers
-            light=("pseudo_gradient",),
         ),
         Algorithm(
             name="allreduce",

@@ -71,13 +71,14 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class EncodeSections:
-    """Job: encode, for a partner that requests them, the sections of window `seq` that `CloseWindow` left out.
+    """Job: encode, for a partner that requests them, sections `names` of window `seq` that `CloseWindow` left out.
 
     Outcome: `SectionsEncoded`. The job must come before the window's `Merge`.
     """
 
     fragment: int
     seq: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,8 +199,8 @@ class FragmentGossip:
                 return self._close(job)
             case jobs.Rest(fragment):
                 return self._rest(fragment)
-            case jobs.EncodeSections(fragment, seq):
-                return self._encode(fragment, seq)
+            case jobs.EncodeSections():
+                return self._encode(job)
             case jobs.Merge():
                 return self._merge(job)
             case jobs.ExportState(fragment):
@@ -244,12 +244,12 @@ class FragmentGossip:
         self._by_index[fragment].resting = True
         return jobs.Rested(fragment)
 
-    def _encode(self, fragment: int, seq: int) -> Program:
+    def _encode(self, job: jobs.EncodeSections) -> Program:
         yield Phase.BESIDE
         packer = Packer(self.tools.codecs)
-        self._by_index[fragment].rule.encode(packer)
+        self._by_index[job.fragment].rule.encode(packer, job.names)
         layout, blob = packer.finish()
-        return jobs.SectionsEncoded(fragment, seq, layout, blob)
+        return jobs.SectionsEncoded(job.fragment, job.seq, layout, blob)
 
     def _merge(self, job: jobs.Merge) -> Program:
         yield Phase.BESIDE
@@ -349,10 +349,9 @@ class FragmentGossip:
     def _new(self, live: Live, drawn: bool) -> GossipedFragment:
         made = self._rule(live, drawn)
         n, codecs = live.fragment.parameters, self.tools.codecs
-        layouts = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.on_request, made.sparse))
-        published, on_request, sparse = layouts
+        published, sparse = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.sparse))
         dense = tuple(section for section in published if section.name in made.sparse)
-        return GossipedFragment(live, made, published, on_request, (*dense, *sparse))
+        return GossipedFragment(live, made, published, made.on_request, (*dense, *sparse))
 
     def _rule(self, live: Live, drawn: bool) -> UpdateRule:
         """Return a new update rule for a fragment. `drawn`: whether the fragment has weights."""

@@ -89,10 +89,10 @@ class ShardedPullRule(PullRule):
             super().close(theta, window, packer)
         self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
 
-    def encode(self, packer: Packer) -> None:
-        """Pack the slow weights phi."""
+    def encode(self, packer: Packer, names: Sequence[str]) -> None:
+        """Pack these slices of the slow weights phi."""
         with self._at_hand((Slot.PHI,)):
-            super().encode(packer)
+            super().encode(packer, names)
 
     def read(self, one: Contribution) -> PulledWindow:
         """Check a partner's window, and return it with its sections still encoded.
@@ -102,7 +102,7 @@ class ShardedPullRule(PullRule):
         Raises:
             ProtocolError: If a codec refuses a section.
         """
-        if any(section.name == "phi" for section in one.layout):
+        if any(section.name in self.slices for section in one.layout):
             self._gather((Slot.PHI,))
         return super().read(one)
 

@@ -220,7 +220,7 @@ def _last_published(host: VirtualHost, fragment: int) -> Tensor | None:
     return held.published() if isinstance(held, PullRule) else None
 
 
-def fingerprint(blob: bytes) -> bytes:
+def fingerprint(blob: bytes | memoryview) -> bytes:
     """Return a blob's SHA-256, by which the audit compares blobs, since the digest in a message may be false."""
     return hashlib.sha256(memoryview(blob)).digest()
 

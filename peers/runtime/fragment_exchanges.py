@@ -137,4 +137,4 @@ class FragmentExchanges:
             fresh_s=setup.start.times.max_age_s,
         )
         close_at = context.next_close(now, 0)
-        return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)
+        return PullExchange(context, close_at, blocking=known.blocking, seq=newest)

@@ -140,7 +140,7 @@ def pseudo_gradient(one: jobs.Contribution) -> Tensor:
 def windows_alone(outcome: jobs.Outcome) -> list[jobs.GossipJob]:
     match outcome:
         case jobs.WindowClosed(seq=seq):
-            return [jobs.EncodeSections(0, seq), jobs.Merge(0, seq, ())]
+            return [jobs.EncodeSections(0, seq, ("phi.0",)), jobs.Merge(0, seq, ())]
         case jobs.Merged(seq=seq) if seq < WINDOWS:
             return [jobs.CloseWindow(0, seq + 1), jobs.ExportState(0)]
     return []

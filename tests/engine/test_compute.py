@@ -44,7 +44,8 @@ def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
     assert isinstance(closed, jobs.WindowClosed)
     layout, blob = closed.layout, closed.blob
     if closed.on_request:
-        encoded = compute.do(jobs.EncodeSections(fragment, seq))
+        names = tuple(section.name for section in closed.on_request)
+        encoded = compute.do(jobs.EncodeSections(fragment, seq, names))
         assert isinstance(encoded, jobs.SectionsEncoded)
         assert encoded.layout == closed.on_request
         layout, blob = layout + encoded.layout, blob + encoded.blob
@@ -330,7 +331,7 @@ def test_a_contribution_of_the_pseudo_gradient_alone_is_merged(setup_of: MakeSet
     ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
     close(ours)
     whole = close(theirs)
-    pseudo_gradient, _ = whole.layout
+    pseudo_gradient, *_ = whole.layout
     light = replace(whole, layout=(pseudo_gradient,), blob=whole.blob[: pseudo_gradient.size])
     assert merge(ours, light).used == (PeerId("B"),)
     assert not torch.equal(weights(ours), solo_twin(setup_of("A")))
@@ -596,7 +597,7 @@ def test_the_thread_trains_while_no_job_waits(setup_of: MakeSetup) -> None:
 
 
 def test_jobs_of_a_fragment_come_in_their_order_while_the_thread_trains(setup_of: MakeSetup) -> None:
-    window: list[jobs.Job] = [jobs.CloseWindow(0, 1), jobs.EncodeSections(0, 1), jobs.Merge(0, 1, ())]
+    window: list[jobs.Job] = [jobs.CloseWindow(0, 1), jobs.EncodeSections(0, 1, ("phi.0",)), jobs.Merge(0, 1, ())]
     seen = outcomes(Compute(setup_of()), [jobs.Start(False), *window, jobs.Save()], steps=3)
     ours = ["WindowClosed", "SectionsEncoded", "Merged"]
     assert [kind for kind in seen if kind in ours] == ours

@@ -84,11 +84,12 @@ def merge(compute: Compute) -> list[float]:
     for fragment in compute.fragments:
         theirs = partner.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(theirs, jobs.WindowClosed)
-        slow = partner.do(jobs.EncodeSections(fragment.index, 1))
+        slices = jobs.EncodeSections(fragment.index, 1, tuple(section.name for section in theirs.on_request))
+        slow = partner.do(slices)
         assert isinstance(slow, jobs.SectionsEncoded)
         ours = compute.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(ours, jobs.WindowClosed), ours
-        assert isinstance(compute.do(jobs.EncodeSections(fragment.index, 1)), jobs.SectionsEncoded)
+        assert isinstance(compute.do(slices), jobs.SectionsEncoded)
         layout, blob = (*theirs.layout, *slow.layout), theirs.blob + slow.blob
         part = jobs.Contribution(PeerId("B"), theirs.tokens, theirs.lr_sum, layout, blob)
         merged = compute.do(jobs.Merge(fragment.index, 1, (part,)))

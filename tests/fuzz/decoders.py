@@ -389,7 +389,7 @@ def _choice(data: bytes, count: int) -> int:
 def _rule(name: str) -> tuple[update_rules.UpdateRule, Layout]:
     gossip = config.GossipConfig.model_validate({"algorithm": name})
     rule = update_rules.rule(gossip, torch.zeros(300), PeerId("A"), TOOLS)
-    return rule, update_rules.layout_of(rule.sections, 300, blockwise)
+    return rule, (*update_rules.layout_of(rule.sections, 300, blockwise), *rule.on_request)
 
 
 DECODERS: dict[str, Decoder] = {

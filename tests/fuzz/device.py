@@ -20,7 +20,7 @@ TOKENS = 8  # of a micro-batch
 WINDOW = (Section("pseudo_gradient", "q4", 4, 2),)
 SPARSE_WINDOW = (Section("pseudo_gradient", "q1", 4, 1),)
 CODINGS = (*WINDOW, *SPARSE_WINDOW)
-ON_REQUEST = (Section("phi", "int8", 6, 6),)
+ON_REQUEST = tuple(Section(f"phi.{place}", "int8", 2, 2) for place in range(3))
 STATE = (Section("theta", "int8", 6, 6), Section("moments", "q4", 4, 2))
 HIDDEN = (Section("hidden", "bf16", 4, 8), Section("targets", "u16", 4, 8))
 THIN_HIDDEN = (Section("hidden", "int8", 4, 6), HIDDEN[1])
@@ -112,8 +112,9 @@ class Device:
                 return jobs.WindowClosed(fragment, seq, 64, 0.5, layout, blob_of(layout), more, CODINGS, 0.01)
             case jobs.Rest(fragment):
                 return jobs.Rested(fragment)
-            case jobs.EncodeSections(fragment, seq):
-                return jobs.SectionsEncoded(fragment, seq, ON_REQUEST, blob_of(ON_REQUEST), 0.01)
+            case jobs.EncodeSections(fragment, seq, names):
+                made = tuple(section for section in ON_REQUEST if section.name in names)
+                return jobs.SectionsEncoded(fragment, seq, made, blob_of(made), 0.01)
             case jobs.Merge(fragment, seq, parts):
                 rejected = [part.peer for part in parts if self._fails()]
                 used = tuple(part.peer for part in parts if part.peer not in rejected)

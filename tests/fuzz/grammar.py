@@ -183,7 +183,7 @@ def question(known: Known, kind: type[Message]) -> Envelope:
             return Envelope(messages.Probe(chance.choice((0, 100, 5000))), zeros(chance.choice((0, 100))))
         case messages.Pull:
             after = int(known.now * 1000) - chance.choice((0, 500, 60000))
-            names = chance.choice(((), ("pseudo_gradient",), ("phi",)))
+            names = chance.choice(((), ("pseudo_gradient",), ("phi.0",), ("phi.2", "phi.1")))
             return Envelope(messages.Pull(run, fragment, after, known.now - late, late, chance.random() < 0.2, names))
         case messages.StateRequest:
             return Envelope(messages.StateRequest(run, fragment, chance.choice((0, 0, 3)), 100, chance.random() < 0.2))
@@ -251,10 +251,11 @@ def answer(known: Known, ask: Ask) -> Envelope:
 
 
 def _pulled(known: Known, pull: messages.Pull) -> Envelope:
-    """All sections where all are asked for, or those of the window alone."""
+    """The sections that are asked for, or those of the window alone."""
     seq = pull.after + 1 if pull.exact else max(pull.after + 1, int(known.now * 1000))
     layout: Layout = known.chance.choice((WINDOW, WINDOW, SPARSE_WINDOW))
-    layout += ON_REQUEST if not pull.sections and known.chance.random() < 0.5 else ()
+    slices = tuple(section for section in ON_REQUEST if section.name in pull.sections)
+    layout += slices if known.chance.random() < 0.5 else ()
     head = dataclasses.replace(known.snapshot(pull.fragment, seq), layout=layout, digest=blobs.digest(blob_of(layout)))
     return Envelope(head, blob_of(layout))
 

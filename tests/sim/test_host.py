@@ -41,7 +41,7 @@ class Thread:
 
 def test_slow_weights_are_encoded_while_a_step_goes_on() -> None:
     thread = Thread()
-    thread.engine.put(jobs.EncodeSections(0, 1))
+    thread.engine.put(jobs.EncodeSections(0, 1, ("phi.0",)))
     thread.agenda.run(STEP_S)
     ((at, outcome),) = thread.outcomes
     assert outcome == "SectionsEncoded"
@@ -51,7 +51,7 @@ def test_slow_weights_are_encoded_while_a_step_goes_on() -> None:
 def test_the_worker_does_one_thing_after_another() -> None:
     thread = Thread()
     for _ in range(3):
-        thread.engine.put(jobs.EncodeSections(0, 1))
+        thread.engine.put(jobs.EncodeSections(0, 1, ("phi.0",)))
     thread.agenda.run(STEP_S)
     assert [at for at, _ in thread.outcomes] == [pytest.approx(5.0 + JOB_S * (1 + number)) for number in range(3)]
 
@@ -69,7 +69,7 @@ def test_the_next_job_waits_until_slow_weights_are_encoded() -> None:
     """The edge is at 11.0, in the middle of the encoding."""
     thread = Thread()
     thread.agenda.run(11.0 - JOB_S / 2)
-    thread.engine.put(jobs.EncodeSections(0, 1))
+    thread.engine.put(jobs.EncodeSections(0, 1, ("phi.0",)))
     thread.engine.put(jobs.CloseWindow(0, 2))
     thread.agenda.run(2 * STEP_S)
     assert [outcome for _, outcome in thread.outcomes] == ["SectionsEncoded", "WindowClosed"]

@@ -2,7 +2,7 @@
 
 It is the steady state of `gossip.algorithm: pull`, after `gossip.start_steps`. Each peer's window follows from its
 uplink and its processor by the rules of running peers (peers/runtime/peer_selection.py), with the same constants. A
-partner's answer is as large as its encoded window; now and then it also has slow weights.
+partner's answer is as large as its encoded window; one of them also has slices of slow weights.
 """
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ def _windows(
     share_s = gossip.link_share * gossip.window_s
 
     def link(code: str, partners: int, pulled: int) -> float:
-        """Return the window length that the uplink needs. Now and then one of `pulled` partners sends slow weights."""
+        """Return the window length that the uplink needs. One of `pulled` partners also sends slow weights."""
         return partners * whole * _answer_bytes(code, first.parameters, pulled, holders) / up / share_s
 
     code = _code(gossip, thin)
@@ -169,13 +169,13 @@ def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> f
 
 
 def _every(code: str, parameters: int, partners: int, holders: int) -> int:
-    """Return N: one in N of a fragment's windows pulls slow weights."""
+    """Return N: each of a fragment's windows pulls an N-th of the slow weights."""
     slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters)
     return whole_every(partners, holders, blockwise.size(code, parameters), slow)
 
 
 def _answer_bytes(code: str, parameters: int, partners: int, holders: int) -> float:
-    """Return the mean bytes of an answer about a fragment: one of `partners` sends slow weights now and then."""
+    """Return the mean bytes of an answer about a fragment: one of `partners` also sends slices of slow weights."""
     slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters) / (
         _every(code, parameters, partners, holders) * max(1, partners)
     )

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from decentral.comm.codecs.sections import split
 from decentral.comm.gossip.exchange import ENOUGH_PERIODS
 from decentral.comm.gossip.pull_rule import PullRule
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 from decentral.sim.fault_injector import fingerprint
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.evidence import SLACK_S, Evidence, slowest_step_s
 
-PUBLISHED = 512  # the audit stores at most this many latest blobs of each fragment of each peer
+PUBLISHED = 1024  # the audit stores at most this many latest sections of each fragment of each peer
 FOLD_ERROR = 1e-5  # the audit accepts a difference of slow and live weights up to this share of their norm as rounding
 
 Window = tuple[int, int]
@@ -51,14 +51,15 @@ class GossipAudit:
     """The audit of gossip: it compares what peers merge with what their partners published, and raises Violation."""
 
     evidence: Evidence
-    # (peer, fragment) -> fingerprint of a blob -> the windows with this blob; windows without a step share a blob.
+    # (peer, fragment) -> fingerprint of a section -> the windows with it; windows without a step share their sections.
     published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     histories: dict[PeerId, MergeHistory] = field(default_factory=lambda: defaultdict(MergeHistory))
     resting: set[tuple[PeerId, int]] = field(default_factory=set)  # (peer, fragment) that publishes no windows now
 
     def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
-        """Check the rules "baseline" and "folded" for a window that has closed, and store the window's blob."""
-        self._publish(host, closed.fragment, closed.seq, closed.blob)
+        """Check the rules "baseline" and "folded" for a window that has closed, and store its sections."""
+        for section in split(closed.layout, closed.blob).values():
+            self._publish(host, closed.fragment, closed.seq, section)
         gossiped = host.training.gossip.of(closed.fragment)
         if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.baseline, gossiped.live.theta):
             self.evidence.violated("baseline", "after a close the baseline differs from the live weights", host)
@@ -69,18 +70,14 @@ class GossipAudit:
                 self.evidence.violated("folded", detail, host)
 
     def encoded(self, host: VirtualHost, done: jobs.SectionsEncoded) -> None:
-        """Check the rule "timely" for sections that a peer added to a window's blob, and store the larger blob."""
+        """Check the rule "timely" for sections that a peer encoded on request, and store them."""
         rule = host.training.gossip.of(done.fragment).rule
         if isinstance(rule, PullRule) and rule.closed is None:
             self.evidence.violated("timely", f"fragment {done.fragment} was encoded after its merge", host)
-        exchange = host.node.gossip.running.get(done.fragment)
-        if exchange is None:
-            return  # this peer no longer gossips the fragment
-        for kept in exchange.published.latest:
-            if kept.snapshot.seq == done.seq:
-                self._publish(host, done.fragment, done.seq, joined([kept.blob, done.blob]))
+        for section in split(done.layout, done.blob).values():
+            self._publish(host, done.fragment, done.seq, section)
 
-    def _publish(self, host: VirtualHost, fragment: int, seq: int, blob: bytes) -> None:
+    def _publish(self, host: VirtualHost, fragment: int, seq: int, blob: bytes | memoryview) -> None:
         held = self.published.setdefault((host.peer, fragment), {})
         found = fingerprint(blob)
         windows = held.pop(found, [])[-PUBLISHED:]  # re-inserted below, since the loop deletes the oldest first
@@ -141,10 +138,13 @@ class GossipAudit:
         self.resting -= {(host.peer, index) for index in gained}
 
     def _publications(self, one: jobs.Contribution, fragment: int) -> list[Publication]:
-        """Return all windows that the partner published with this blob, and when; [] if the blob is false."""
+        """Return all windows that the partner published with these sections, and when; [] if the blob is false."""
         if self.evidence.has_forged(one.peer, one.blob):
             return []
-        return self.published.get((one.peer, fragment), {}).get(fingerprint(one.blob), [])
+        held = self.published.get((one.peer, fragment), {})
+        first, *others = (held.get(fingerprint(part), []) for part in split(one.layout, one.blob).values())
+        windows = [{window for window, _ in published} for published in others]
+        return [found for found in first if all(found[0] in known for known in windows)]
 
 
 def _folded(phi: Tensor, theta: Tensor) -> bool:

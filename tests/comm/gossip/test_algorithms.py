@@ -12,7 +12,7 @@ from decentral.comm.gossip.update_rules import RuleTools, Window
 from decentral.core import config, received
 from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.errors import UserError
-from decentral.core.fragments import Fragment
+from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.engine.fragment import Live
 
@@ -40,13 +40,8 @@ def rule_after_a_close(algorithm: Algorithm) -> tuple[update_rules.UpdateRule, i
         theta = rule.buffer()
         live.copy_theta(theta)
         rule.close(theta, Window(0, 0.0, 0), packer)
-        rule.encode(packer)
+        rule.encode(packer, [section.name for section in rule.on_request])
     return rule, len(packer.finish()[1]), SIDE * SIDE
-
-
-def sections(rule: update_rules.UpdateRule) -> dict[str, str]:
-    """All that partners may get of a window."""
-    return {**rule.sections, **rule.on_request}
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -85,6 +80,6 @@ def test_the_gossip_state_of_a_parameter_takes_no_more_than_the_record_says(algo
 @every_algorithm
 def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algorithm: Algorithm) -> None:
     rule, published, parameters = rule_after_a_close(algorithm)
-    assert published == sum(one.size for one in update_rules.layout_of(sections(rule), parameters, blockwise))
-    assert not set(rule.sections) & set(rule.on_request)
-    assert set(algorithm.light) <= set(rule.sections)
+    always = update_rules.layout_of(rule.sections, parameters, blockwise)
+    assert published == layout_bytes((*always, *rule.on_request))
+    assert not set(rule.sections) & {section.name for section in rule.on_request}

@@ -54,7 +54,7 @@ class Replica:
         packer = Packer(blockwise)
         window, theta = self.gossiped.end_window(), self.copied()
         self.rule.close(theta, window, packer)
-        self.rule.encode(packer)
+        self.rule.encode(packer, [section.name for section in self.rule.on_request])
         return Contribution(self.peer, window.tokens, window.lr_sum, *packer.finish())
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
@@ -85,16 +85,22 @@ class Replica:
 
 
 def vectors(one: Contribution) -> dict[str, Tensor]:
-    """What partners read of it."""
-    return unpack(blockwise, one.layout, one.blob)
+    """What partners read of it; the slices of a vector are put together."""
+    found: dict[str, Tensor] = {}
+    for name, part in unpack(blockwise, one.layout, one.blob).items():
+        whole = name.partition(".")[0]
+        found[whole] = torch.cat([found[whole], part]) if whole in found else part
+    return found
 
 
 def repacked(one: Contribution, changed: dict[str, Tensor]) -> Contribution:
     """The contribution with these vectors in the place of its own."""
-    packer = Packer(blockwise)
+    packer, used = Packer(blockwise), dict.fromkeys(changed, 0)
     for section in one.layout:
-        if section.name in changed:
-            packer.add(section.name, section.codec, changed[section.name])
+        if (name := section.name.partition(".")[0]) in changed:
+            begin = used[name]
+            packer.add(section.name, section.codec, changed[name][begin : begin + section.elements])
+            used[name] += section.elements
     return Contribution(one.peer, one.tokens, one.lr_sum, *packer.finish())
 
 

@@ -10,7 +10,8 @@
     15  partners C                                    from now on the view names C alone; "partners": nobody
     16  thin                                          from now on our link is thin; "wide": it is not
 
-`pull partners B,C of 2` says how many holders there are; without it there are twice as many as partners.
+`pull partners B,C of 2` says how many holders there are; without it there are twice as many as partners. `pull in 3
+slices partners B` cuts slow weights in three, `phi.0` to `phi.2`; without it they are one. `phi` stands for all.
 A window may be `closed 10000 signs`, and a snapshot in signs: in the sparse one of its two codes.
 A message may name a flaw (run, fragment, digest, shape) and when it was written (`at 3`). Windows come every 10 s.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from decentral.comm.gossip.exchange import PullExchange
-from decentral.comm.gossip.snapshots import FragmentContext, pick
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Message, Pull, Refused, Snapshot
@@ -44,27 +45,28 @@ from decentral.core.journal.events import ExchangeLine
 from decentral.core.machine import Log, Woke
 from tests.comm.gossip.partners import Partners
 
-LIGHT, PHI = (Section("pseudo_gradient", "q4", 4, 2),), (Section("phi", "int8", 6, 6),)
-SIGNS = (Section("pseudo_gradient", "q1", 4, 1),)
-LAYOUT = (*LIGHT, *PHI)
+LIGHT = (Section("pseudo_gradient", "q4", 6, 3),)
+PHI_BYTES = 6
+SIGNS = (Section("pseudo_gradient", "q1", 6, 1),)
 FLAWS = {
     "run": {"run": "other"},
     "fragment": {"fragment": 1},
     "digest": {"digest": b"x" * 16},
-    "shape": {"layout": LAYOUT[::-1]},
+    "shape": {"layout": LIGHT * 2},
 }
 
 
 class Swarm(Partners):
     """The partners that a scenario names, and what the machine has asked them.
 
-    `others` hold the fragment, or twice as many as partners. With `on_request` slow weights are encoded only when a
-    partner asks for them.
+    `others` hold the fragment, or twice as many as partners. On request a window has slow weights in so many slices.
     """
 
-    def __init__(self, names: Sequence[PeerId], others: int = 0, on_request: bool = False) -> None:
+    def __init__(self, names: Sequence[PeerId], others: int = 0, slices: int = 0) -> None:
         super().__init__(names)
-        self.others, self.on_request, self.thin = others, on_request, False
+        self.others, self.thin = others, False
+        size = PHI_BYTES // max(1, slices)
+        self.slow = tuple(Section(f"phi.{place}", "int8", size, size) for place in range(slices))
         self.asked: dict[str, Ask] = {}  # the last question to each
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
@@ -85,7 +87,8 @@ def scenarios() -> Iterator[tuple[str, list[str]]]:
 def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
     kind, _, names = lines[0].partition(" partners ")
     names, _, others = names.partition(" of ")
-    swarm = Swarm(peers(names), int(others or 0), on_request=kind == "pull")
+    kind, _, slices = kind.partition(" in ")
+    swarm = Swarm(peers(names), int(others or 0), int(slices.split()[0]) if slices else int(kind == "pull"))
     machine = machine_of(kind, swarm)
     expected = [" ".join(line.split()) for line in lines[1:]]
     played: list[str] = []
@@ -112,24 +115,27 @@ def peers(names: str) -> list[PeerId]:
 def machine_of(kind: str, swarm: Swarm) -> PullExchange:
     context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(), swarm)
     if kind == "pull":
-        return PullExchange(context, 10.0, light=("pseudo_gradient",))
+        return PullExchange(context, 10.0)
     return PullExchange(context, 10.0, blocking=True, seq=4)
 
 
 def event_of(text: str, now: float, swarm: Swarm) -> Event:
     if found := re.fullmatch(r"(\w) asks #(\d+): (.*)", text):
-        return Asked(int(found[2]), PeerId(found[1]), said(found[1], found[3], now))
+        return Asked(int(found[2]), PeerId(found[1]), said(found[1], found[3], now, swarm.slow))
     if found := re.fullmatch(r"(\w): failed (\w+)", text):
         return AskFailed(swarm.asked[found[1]].tag, PeerId(found[1]), found[2], 1.0)
     if found := re.fullmatch(r"(\w): (.*)", text):
-        return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 1.0, 10, 20)
+        return Answered(
+            swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now, swarm.slow), 1.0, 1.0, 10, 20
+        )
     match text.split():
         case ["closed", seq, *code]:
-            window, later, codings = (LIGHT, PHI, (*LIGHT, *SIGNS)) if swarm.on_request else (LAYOUT, (), ())
-            window = SIGNS if code == ["signs"] else window
+            later, codings = (swarm.slow, (*LIGHT, *SIGNS)) if swarm.slow else ((), ())
+            window = SIGNS if code == ["signs"] else LIGHT
             return WindowClosed(0, int(seq), 64, 0.5, window, b"M" * sum(one.size for one in window), later, codings)
-        case ["encoded", seq]:
-            return SectionsEncoded(0, int(seq), PHI, b"S" * 6)
+        case ["encoded", seq, *names]:
+            made = tuple(one for one in swarm.slow if one.name in names or not names)
+            return SectionsEncoded(0, int(seq), made, b"S" * sum(one.size for one in made))
         case ["merged", seq, *peers]:
             refused = [tuple(peer.split("=")) for peer in peers if "=" in peer]
             used = tuple(PeerId(peer) for peer in peers if "=" not in peer)
@@ -138,8 +144,8 @@ def event_of(text: str, now: float, swarm: Swarm) -> Event:
     return Woke()
 
 
-def said(sender: str, text: str, now: float) -> Envelope:
-    """A partner's message: `snapshot 7 pseudo_gradient shape`, `refused busy`, `done`, `pull after 3 since 9 for 5`."""
+def said(sender: str, text: str, now: float, slow: Sequence[Section]) -> Envelope:
+    """A partner's message: `snapshot 7 phi shape`, `refused busy`, `done`, `pull after 3 since 9 for 5`."""
     kind, *words = text.split()
     after = {word: words[at + 1] for at, word in enumerate(words[:-1])}
     match kind:
@@ -148,11 +154,11 @@ def said(sender: str, text: str, now: float) -> Envelope:
         case "done":
             return Envelope(Done())
         case "pull":
-            sections = ("pseudo_gradient",) if "pseudo_gradient" in words else ()
+            names = tuple(word for word in words if word.startswith("phi"))
             times = (float(after.get("since", 0)), float(after.get("for", 0)))
-            return Envelope(Pull("run", 0, int(after["after"]), *times, "exactly" in words, sections))
-    whole = (*SIGNS, *PHI) if "signs" in words else LAYOUT
-    layout = pick(whole, ("pseudo_gradient",) if "pseudo_gradient" in words else ())
+            return Envelope(Pull("run", 0, int(after["after"]), *times, "exactly" in words, names))
+    came = (one for one in slow if one.name in words or "phi" in words)
+    layout = (*(SIGNS if "signs" in words else LIGHT), *came)
     blob = sender.encode() * sum(section.size for section in layout)
     sent = float(after.get("at", now))
     snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))
@@ -165,8 +171,8 @@ def shown(effect: Effect, swarm: Swarm) -> str:
     match effect:
         case CloseWindow(_, seq, hold, sparse):
             return f"close {seq}" + " and hold" * hold + " in signs" * sparse
-        case EncodeSections(_, seq):
-            return f"encode {seq}"
+        case EncodeSections(_, seq, names):
+            return f"encode {' '.join(names)} of {seq}"
         case Rest():
             return "rest"
         case Ask(_, to, envelope):
@@ -184,12 +190,11 @@ def shown(effect: Effect, swarm: Swarm) -> str:
 def spoken(message: Message) -> str:
     match message:
         case Pull(_, _, after, since, patience, exact, sections):
-            return (
-                f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
-            )
+            words = [f"pull after {after} since {since:g} for {patience:g}", *["exactly"] * exact, *sections]
+            return " ".join(words)
         case Snapshot() as snapshot:
-            whole = "all" if len(snapshot.layout) == len(LAYOUT) else "pseudo_gradient"
-            return f"snapshot {snapshot.seq} {whole}" + " in signs" * (SIGNS[0] in snapshot.layout)
+            slow = "".join(f" {section.name}" for section in snapshot.layout if section.codec == "int8")
+            return f"snapshot {snapshot.seq}{slow}" + " in signs" * (SIGNS[0] in snapshot.layout)
         case Refused(reason, detail):
             return f"refused {reason} {detail}".strip()
     return type(message).__name__.lower()

@@ -190,7 +190,7 @@ rates = st.floats(0, 1e12, exclude_max=True)
 snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), rates, times, layouts, digests)
 patience = st.floats(0, MAX_PATIENCE_S)
 holds = st.floats(0, messages.MAX_ROUTE_S)
-names = st.sampled_from([(), ("pseudo_gradient",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
+names = st.sampled_from([(), ("pseudo_gradient",), ("phi.0",)]) | st.lists(words(32), max_size=16).map(tuple)
 lengths = st.integers(1, messages.MAX_CHUNK_BYTES)
 hops = st.builds(messages.Hop, words(64), fragments, fragments)
 members = st.builds(
