@@ -362,5 +362,5 @@ class Roster:
         return self._log(PeerLeftLine(peer=peer, reason=reason))
 
     def _log(self, line: PeerJoinedLine | PeerLeftLine | GoodbyeLine) -> list[Log]:
-        """Return the effect that logs a line; [] in a large swarm, where peers enter and leave our sample all the time."""
+        """Return the effect that logs a line; [] in a large swarm, where peers often enter and leave our sample."""
         return [] if self.size.level else [Log(line)]
