@@ -216,7 +216,8 @@ class Outliers:
     def _distances(self) -> dict[PeerId | None, float]:
         """Return the distance of each peer from the median of all; the key None is this peer."""
         places = torch.stack([torch.zeros_like(next(iter(self.apart.values()))), *self.apart.values()])
-        apart = places - places.double().quantile(0.5, dim=0)
+        ordered = places.double().sort(dim=0).values  # `quantile` gives the same median, but takes four times as long
+        apart = places - torch.lerp(ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2], 0.5)
         return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
 
     def is_far(self, peer: PeerId) -> bool:

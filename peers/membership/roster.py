@@ -224,7 +224,8 @@ class Roster:
         if self._expiry_at is None or now < self._expiry_at:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
-        rest_s = self.size.refresh_s(len(self.live)) / 4 if len(gone) < len(self.live) else 0.0
+        looks = 1 if self.size.level else 4  # in a large swarm a dead peer may stay a bit longer among many others
+        rest_s = self.size.refresh_s(len(self.live)) / looks if len(gone) < len(self.live) else 0.0
         lines = [line for peer in gone for line in self._drop(peer, "expired", now)]
         self._expiry_at = max(min([entry.expires for entry in self.live.values()]), now + rest_s) if self.live else None
         return [*lines]
