@@ -85,9 +85,10 @@ class WindowLengths:
             The multiple, a power of two, and why it is above 1: "link" or "cores" if our own are slow; "swarm" if at
             least half of the peers need longer windows than we do, so that all windows end together; "" if it is 1.
         """
-        known = fragment, size, self.window_s(), self.setup.now, self.roster.changes, self.meter.best_up(), self.cost.rates
-        if self._windows[0] != known:
-            self._windows = known, self._needed_windows(fragment, size)
+        up = self.meter.best_up()
+        decides = fragment, size, self.window_s(), self.setup.now, self.roster.changes, up, self.cost.rates
+        if self._windows[0] != decides:
+            self._windows = decides, self._needed_windows(fragment, size)
         return self._windows[1]
 
     def _needed_windows(self, fragment: int, size: int) -> tuple[int, str]:
@@ -119,10 +120,8 @@ class WindowLengths:
         """Return the upper median of the window lengths that we (`own_s`) and peers with some of our layers need."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
-            live = self.roster.live.values()
-            needs = [
-                one.window_s for entry in live if (one := entry.record).window_s and one.first < last and first < one.last
-            ]
+            records = [one.record for one in self.roster.live.values()]
+            needs = [one.window_s for one in records if one.window_s and one.first < last and first < one.last]
             self._others = self.roster.changes, sorted(needs)
         return common_need_s(own_s, self._others[1])
 
