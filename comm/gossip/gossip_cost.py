@@ -113,6 +113,11 @@ class GossipCost:
         """Return the average cost of one fragment's window in core-seconds."""
         return self.compute_s + self.network_s
 
+    @property
+    def rates(self) -> tuple[float, float, float, float]:
+        """Return the averages by which `windows` decides."""
+        return self.compute_s, self.network_s, self.cores, self.idle
+
     def measured(self, used: CoresUsed, gossip_alone: bool, gossip: GossipTraffic = ALL_GOSSIP) -> None:
         """Record a measurement, and update the averages if a window was closed since the last update.
 

@@ -237,8 +237,10 @@ class Outliers:
         The key None is this peer. The distance is that of all m numbers if a peer is as far off in those not judged.
         """
         places = torch.stack([torch.zeros_like(came, dtype=torch.float32), *(one[came] for one in self.apart.values())])
-        apart = (places - places.double().nanquantile(0.5, dim=0)).float().abs()
-        apart[:, places.isfinite().sum(dim=0) <= 2] = torch.nan
+        ordered, known_by = places.double().sort(dim=0).values, places.isfinite().sum(dim=0)  # a sort ends with NaNs
+        low, high = (ordered.gather(0, (known_by - odd).div(2, rounding_mode="floor")[None])[0] for odd in (1, 0))
+        apart = (places - torch.lerp(low, high, 0.5)).float().abs()  # as `nanquantile`, which takes four times as long
+        apart[:, known_by <= 2] = torch.nan
         unknown = torch.full_like(next(iter(self.apart.values())), torch.nan)
         self.away = {peer: self.away.get(peer, unknown.clone()) for peer in (None, *self.apart)}
         for known, found in zip(self.away.values(), apart, strict=True):

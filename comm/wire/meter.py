@@ -87,11 +87,13 @@ class Link:
     up: float | None = None  # rate of our last upload to the peer, in bytes/s
     latencies: list[Seconds] = field(default_factory=list)  # for each of the last answers, the time to its first byte
     late: int = 0  # late answers in a row, up to MOST_LATE; they lengthen deadlines, and answers in time lower `late`
+    latency_s: Seconds | None = None  # the shortest of `latencies`; None before the first answer
 
     def answered(self, first_byte_s: Seconds) -> None:
         """Record the time from a question to the first byte of its answer."""
         self.latencies.append(first_byte_s)
         del self.latencies[:-LATENCIES]
+        self.latency_s = min(self.latencies)
 
     def came(self, large: bool) -> None:
         """Lower `late` after an answer in time: to 0 if the question or the answer was large, otherwise by one."""
@@ -104,11 +106,6 @@ class Link:
     def uploaded(self, upload: Upload, latency_s: Seconds) -> None:
         """Record the rate of the last upload to the peer, given the link's latency."""
         self.up = upload.rate(latency_s)
-
-    @property
-    def latency_s(self) -> Seconds | None:
-        """Return the shortest recorded time to an answer's first byte; None if none is recorded."""
-        return min(self.latencies, default=None)
 
 
 class UplinkRates(NamedTuple):

@@ -88,7 +88,7 @@ class RecordGossip:
         """Handle a wake-up, another peer's query, or the answer to ours, and return the effects."""
         match event:
             case Woke() if now >= self.wake_at:
-                self.wake_at = now + self.roster.size.renew_s / ASKS
+                self.wake_at = now + self.roster.size.renew_s / (1 if self._has_no_questions() else ASKS)
                 return self._ask(now)
             case Asked(sender=sender, envelope=Envelope(RecordsQuery() as query)):
                 read = self._read({sender: query.own} if query.own else {}, query.revoked, now)
@@ -102,7 +102,7 @@ class RecordGossip:
 
     def _ask(self, now: Seconds) -> list[RecordEffect]:
         roster, own, sharded = self.roster, self.roster.own.peer, self.roster.size.level > 0
-        if sharded and not self.plans and not roster.revocations:
+        if self._has_no_questions():
             return []
         overdue = set() if sharded else {peer for peer in roster.live if self._is_overdue(peer, now)}
         known = () if sharded else [own, *(peer for peer in roster.live if peer not in overdue)][:MAX_KNOWN]
@@ -113,6 +113,10 @@ class RecordGossip:
         others = sorted({*roster.live, *self.contacts} - {own, *first})
         asked = [*first, *([self.chance.choice(others)] if others else [])]
         return [Ask(RecordsTag(), to, Envelope(query), RECORDS_DEADLINE_S) for to in asked]
+
+    def _has_no_questions(self) -> bool:
+        """Return whether this peer asks for nothing: the swarm is large, and has neither plans nor revocations."""
+        return self.roster.size.level > 0 and not self.plans and not self.roster.revocations
 
     def _preferred(self, overdue: set[PeerId]) -> list[PeerId]:
         """Return a list of one peer to ask in addition to a random peer of the roster; [] if there is no such peer.

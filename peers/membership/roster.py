@@ -30,7 +30,7 @@ from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.publication import Publication
 from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSource
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
-from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, level_of, published
+from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, key_of, level_of, published
 
 REFRESH_SOON_S = 0.5  # a request from a peer outside the roster causes an extra lookup after this time, or later
 SOUGHT_EACH = 4  # the requests of one peer outside the roster cause at most this many extra lookups
@@ -45,6 +45,7 @@ DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our reque
 MAX_PEERS = 4096
 MOST_DROPPED = 8192  # the last record's date is remembered for this many dropped peers, to ignore older records
 MOST_NEW = 2 * SPLIT  # one lookup reads records of at most this many peers outside the roster, chosen at random
+SAMPLED_NEW = MERGE  # in a large swarm, a lookup in another shard than our own reads only this many of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,8 @@ class Roster:
         if self._expiry_at is None or now < self._expiry_at:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
-        rest_s = self.size.refresh_s(len(self.live)) / 4 if len(gone) < len(self.live) else 0.0
+        looks = 1 if self.size.level else 4  # in a large swarm a dead peer may stay a bit longer among many others
+        rest_s = self.size.refresh_s(len(self.live)) / looks if len(gone) < len(self.live) else 0.0
         lines = [line for peer in gone for line in self._drop(peer, "expired", now)]
         self._expiry_at = max(min([entry.expires for entry in self.live.values()]), now + rest_s) if self.live else None
         return [*lines]
@@ -267,12 +269,26 @@ class Roster:
         return effects
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
-        effects = self.read(key, values, now)
-        if self.size.found(key, [PeerId(peer) for peer in values if peer in self.live or peer == self.own.peer]):
+        read = self._sample(key, values)
+        effects = self.read(key, read, now)
+        valid = [PeerId(peer) for peer in read if peer in self.live or peer == self.own.peer]
+        if self.size.found(key, valid, len(read) / max(1, len(values))):
             self.renew_soon(now)
         if self.size.level and len(self.live) >= MERGE and self._refresh_at <= now + self.size.refresh_s(0):
             self._refresh_at = now + self.size.refresh_s(len(self.live))  # this peer knows enough peers already
         return effects
+
+    def _sample(self, key: str, values: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return the records under a DHT key that we read: all, or those of live peers and SAMPLED_NEW others.
+
+        Only other shards than our own are sampled, and only once we know enough peers: more partners would improve
+        gossip little, and each record costs a verification and memory.
+        """
+        if len(self.live) < MERGE or not self.size.level or key == key_of(self.run, self.own.peer, self.size.level):
+            return values
+        new = sorted(peer for peer in values if peer not in self.live)
+        chosen = set(self.size.chance.sample(new, min(len(new), SAMPLED_NEW)))
+        return {peer: value for peer, value in values.items() if peer in chosen or peer in self.live}
 
     def copy_warning(self, now: Seconds) -> str:
         """Return a warning if a copy of our identity was noticed within the last two record lifetimes, else ""."""
@@ -298,7 +314,7 @@ class Roster:
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + REJOIN_S)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
-            return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # log it only if the peer was dropped as silent
+            return self._log(GoodbyeLine(peer=peer)) if was_silent else []  # only if the peer was dropped as silent
         if record.time <= self._dropped.get(peer, 0.0):
             return []
         known = self.live.get(peer)
@@ -313,7 +329,7 @@ class Roster:
             self._sooner.found()
             its = record.profile
             joined = PeerJoinedLine(peer=peer, device=its.device, region=its.region, name=its.name)
-            return [Learn(peer, record.addresses), Log(joined)]
+            return [Learn(peer, record.addresses), *self._log(joined)]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
     def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[RosterEffect]:
@@ -344,4 +360,8 @@ class Roster:
         keep_latest(self.gone, peer, reason, MOST_DROPPED)
         self.changes += 1
         self.holders.drop(peer)
-        return [Log(PeerLeftLine(peer=peer, reason=reason))]
+        return self._log(PeerLeftLine(peer=peer, reason=reason))
+
+    def _log(self, line: PeerJoinedLine | PeerLeftLine | GoodbyeLine) -> list[Log]:
+        """Return the effect that logs a line; [] in a large swarm, where peers often enter and leave our sample."""
+        return [] if self.size.level else [Log(line)]

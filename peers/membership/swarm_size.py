@@ -231,15 +231,20 @@ class SwarmSize:
             self._by_chance = key(self.run, level, self.chance.randrange(1 << level))
         return list(dict.fromkeys((own, self._by_chance)))
 
-    def found(self, name: str, peers: Collection[PeerId]) -> bool:
+    def found(self, name: str, peers: Collection[PeerId], share: float = 1.0) -> bool:
         """Update the estimate from the peers found under a key, and return whether our level has changed.
 
         Only the key that the last `lookups` chose at random changes the estimate. The level changes by at most one.
+
+        Args:
+            name: The DHT key.
+            peers: The peers with a valid record, among those whose records we read.
+            share: The share of the key's records that we read, chosen at random.
         """
         level, before = level_of(self.run, name), self.level
         if level is None or name != self._by_chance:
             return False
-        self._estimates.append(estimate(level, peers))
+        self._estimates.append(estimate(level, peers) / (share or 1.0))
         self.peers = max(1.0, median(self._estimates))
         if self.peers >= SPLIT << self.level and self.level < MOST_LEVEL:
             self.level += 1

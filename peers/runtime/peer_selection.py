@@ -51,6 +51,7 @@ class WindowLengths:
     thin_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all partners
     dense_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all, without sparse codes
     _others: tuple[int, list[Seconds]] = (-1, [])  # cache: (`roster.changes`, sorted window lengths that others need)
+    _windows: tuple[object, tuple[int, str]] = (None, (1, ""))  # cache of `windows`: (all that decides it, result)
 
     def is_thin(self, fragment: int, size: int) -> bool:
         """Return whether our uplink decides how long a fragment's windows are, so that a sparse code shortens them.
@@ -84,6 +85,13 @@ class WindowLengths:
             The multiple, a power of two, and why it is above 1: "link" or "cores" if our own are slow; "swarm" if at
             least half of the peers need longer windows than we do, so that all windows end together; "" if it is 1.
         """
+        up = self.meter.best_up()
+        decides = fragment, size, self.window_s(), self.setup.now, self.roster.changes, up, self.cost.rates
+        if self._windows[0] != decides:
+            self._windows = decides, self._needed_windows(fragment, size)
+        return self._windows[1]
+
+    def _needed_windows(self, fragment: int, size: int) -> tuple[int, str]:
         own, bound = self._own_windows(fragment, size)
         common = self._common_need_s(own * self.window_s()) / self.window_s()
         times = 1 << math.ceil(math.log2(max(1.0, common)) - NEED_ROUNDING)
@@ -112,9 +120,8 @@ class WindowLengths:
         """Return the upper median of the window lengths that we (`own_s`) and peers with some of our layers need."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
-            live = self.roster.live.values()
-            records = [entry.record for entry in live if entry.record.window_s]
-            needs = [one.window_s for one in records if one.overlaps(first, last)]
+            records = [one.record for one in self.roster.live.values()]
+            needs = [one.window_s for one in records if one.window_s and one.first < last and first < one.last]
             self._others = self.roster.changes, sorted(needs)
         return common_need_s(own_s, self._others[1])
 
@@ -223,7 +230,7 @@ class PeerSelection:
         self._forget_an_old_roster()
         if self._speeds is None:
             live = self.roster.live.values()
-            self._speeds = [speed for entry in live if (speed := entry.record.profile.tokens_per_s)]
+            self._speeds = sorted([speed for entry in live if (speed := entry.record.profile.tokens_per_s)])
         return self._speeds
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:

@@ -41,6 +41,7 @@ class Records:
     ahead_s: dict[PeerId, Seconds] = field(default_factory=dict)  # how far each reader's clock is ahead; default 0
     eclipsed: set[str] = field(default_factory=set)  # kinds of keys (faults.ECLIPSED) for which lookups find no records
     _keys: dict[str, dict[str, list[Version]]] = field(default_factory=dict)
+    _all_seen_at: Seconds = 0.0  # virtual time from which readers find the newest version of every record
 
     def delay(self, late_s: Seconds, stale: float) -> None:
         """Set the faults of lookups: the mean delay, and the probability of finding a record's previous version."""
@@ -53,6 +54,7 @@ class Records:
             return False
         now = self.agenda.now
         late_s = self.chance.expovariate(1 / self.late_s) if self.late_s else 0.0
+        self._all_seen_at = max(self._all_seen_at, now + late_s)
         versions.append(Version(value, expires, now, now + late_s, writer))
         del versions[:-VERSIONS_KEPT]
         return True
@@ -74,14 +76,15 @@ class Records:
         """Return, by subkey, the valid records under a key that the reader finds now; some may be old versions."""
         if self.eclipsed and key.split("/")[1] in self.eclipsed:
             return {}
-        found, now = {}, self.agenda.now
+        found, now = dict[str, bytes](), self.agenda.now
         held, by_clock = self._keys.get(key, {}), self.epoch + now + self.ahead_s.get(reader, 0.0)
-        all_alike = not self.stale and not self.faults.cuts
-        for subkey, versions in held.items():
-            newest = versions[-1]
-            version = newest if all_alike and newest.seen <= now else self._version(versions, reader, now)
-            if version is not None and version.expires > by_clock:
-                found[subkey] = version.value
+        if not self.stale and not self.faults.cuts and self._all_seen_at <= now:  # every reader finds the newest ones
+            found = {subkey: one[-1].value for subkey, one in held.items() if one[-1].expires > by_clock}
+        else:
+            for subkey, versions in held.items():
+                version = self._version(versions, reader, now)
+                if version is not None and version.expires > by_clock:
+                    found[subkey] = version.value
         if len(found) * 2 < len(held):
             by_slowest = self.epoch + now + min(self.ahead_s.values(), default=0.0)
             self._keys[key] = {k: versions for k, versions in held.items() if versions[-1].expires > by_slowest}

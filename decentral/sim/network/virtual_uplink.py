@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
+from decentral.comm.net.uplink_queue import TURN_BYTES, UNPACED_BYTES, Kind, Turn, UplinkQueue, kind_of
 from decentral.comm.wire.codec import Envelope
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda, Timer
@@ -82,6 +82,8 @@ class VirtualUplink:
 
     def paces(self, envelope: Envelope) -> bool:
         """Return whether this message must be queued with `send`."""
+        if len(envelope.blob) < UNPACED_BYTES:  # most messages
+            return False
         return not self.queue.is_free(self.agenda.now) and self.queue.paces(envelope, self.agenda.now)
 
     def send(self, envelope: Envelope, size: float, begin: Begin, through: Callable[[], None]) -> PacedMessage:

@@ -24,7 +24,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, Learn, Roster, RosterEffect, RosterEntry
+from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, SAMPLED_NEW, Learn, Roster, RosterEffect, RosterEntry
 from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
@@ -400,6 +400,26 @@ def test_a_key_with_thousands_of_names_makes_a_few_of_them_known_and_loses_none_
     roster.handle(Found(KEY, many | {other(): sealed(replace(RECORD, time=NOW + 1))}), NOW + 1)
     assert roster.refused.total() == MOST_NEW
     assert roster.live[other()].record.time == NOW + 1
+
+
+def test_a_lookup_in_another_shard_of_a_large_swarm_reads_a_sample(sharded: Roster) -> None:
+    own, others = (key_of(RUN, peer, LEVEL) for peer in (sharded.own.peer, other()))
+    sharded.handle(Found(others, {f"stranger{number}": b"forged" for number in range(64)}), NOW)
+    assert sharded.refused.total() == 64, "a peer that knows nobody reads all"
+    sharded.live = {PeerId(f"known{number}"): RosterEntry(RECORD, NOW + TTL) for number in range(MERGE)}
+    value = identity("other").seal(others, records.pack(RECORD), NOW + TTL)
+    sharded.handle(Found(others, {f"new{number}": value for number in range(64)}), NOW)
+    assert sharded.refused.total() == 64 + SAMPLED_NEW
+    sharded.handle(Found(own, {f"near{number}": value for number in range(64)}), NOW)
+    assert sharded.refused.total() == 64 + SAMPLED_NEW + 64
+
+
+def test_a_large_swarm_has_no_lines_about_who_enters_and_leaves_our_sample(sharded: Roster) -> None:
+    shard = key_of(RUN, other(), LEVEL)
+    value = identity("other").seal(shard, records.pack(RECORD), NOW + TTL)
+    assert sharded.handle(Found(shard, {other(): value}), NOW) == [Learn(other(), RECORD.addresses)]
+    assert left([*unanswered(sharded), *unanswered(sharded, now=NOW + 1)]) == []
+    assert list(sharded.gone) == [other()]
 
 
 def test_a_record_lives_as_long_as_its_peer_renews_it_rarely(roster: Roster) -> None:
