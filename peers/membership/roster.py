@@ -314,7 +314,7 @@ class Roster:
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + REJOIN_S)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
-            return self._log(GoodbyeLine(peer=peer)) if was_silent else []  # only if the peer was dropped as silent
+            return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # log it only if the peer was dropped as silent
         if record.time <= self._dropped.get(peer, 0.0):
             return []
         known = self.live.get(peer)
@@ -329,7 +329,7 @@ class Roster:
             self._sooner.found()
             its = record.profile
             joined = PeerJoinedLine(peer=peer, device=its.device, region=its.region, name=its.name)
-            return [Learn(peer, record.addresses), *self._log(joined)]
+            return [Learn(peer, record.addresses), Log(joined)]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
     def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[RosterEffect]:
@@ -360,8 +360,4 @@ class Roster:
         keep_latest(self.gone, peer, reason, MOST_DROPPED)
         self.changes += 1
         self.holders.drop(peer)
-        return self._log(PeerLeftLine(peer=peer, reason=reason))
-
-    def _log(self, line: PeerJoinedLine | PeerLeftLine | GoodbyeLine) -> list[Log]:
-        """Return the effect that logs a line; [] in a large swarm, where peers often enter and leave our sample."""
-        return [] if self.size.level else [Log(line)]
+        return [Log(PeerLeftLine(peer=peer, reason=reason))]

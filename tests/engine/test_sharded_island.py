@@ -156,8 +156,10 @@ SCENARIOS = {
     "recomputed": Scenario({"recompute": True}, [steps(3), evaluate]),
     "a merge": Scenario({}, [steps(3), merge, steps(2), merge, steps(1)]),
     "merges of large fragments": Scenario({}, [steps(3), merge, steps(2), merge, rest, merge, steps(1)], large=True),
-    "a checkpoint of large fragments": Scenario({}, [steps(2), merge, save, steps(2), resume, merge, steps(1)], large=True),
-    "large fragments with AdamW": Scenario({"optimizer": "adamw"}, [steps(3), merge, steps(2), merge, steps(1)], large=True),
+    "a checkpoint of large fragments": Scenario({}, [steps(2), merge, save, resume, merge, steps(1)], large=True),
+    "large fragments with AdamW": Scenario(
+        {"optimizer": "adamw"}, [steps(3), merge, steps(1), merge, steps(1)], large=True
+    ),
     "a fragment that rested": Scenario({}, [steps(2), rest, steps(2), serve_a_newcomer, merge, steps(1)]),
     "a donor's state": Scenario({}, [steps(3), import_donors_state, steps(2)]),
     "a checkpoint": Scenario({}, [steps(2), merge, save, steps(2), resume, steps(2), save]),

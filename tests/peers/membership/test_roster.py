@@ -414,14 +414,6 @@ def test_a_lookup_in_another_shard_of_a_large_swarm_reads_a_sample(sharded: Rost
     assert sharded.refused.total() == 64 + SAMPLED_NEW + 64
 
 
-def test_a_large_swarm_has_no_lines_about_who_enters_and_leaves_our_sample(sharded: Roster) -> None:
-    shard = key_of(RUN, other(), LEVEL)
-    value = identity("other").seal(shard, records.pack(RECORD), NOW + TTL)
-    assert sharded.handle(Found(shard, {other(): value}), NOW) == [Learn(other(), RECORD.addresses)]
-    assert left([*unanswered(sharded), *unanswered(sharded, now=NOW + 1)]) == []
-    assert list(sharded.gone) == [other()]
-
-
 def test_a_record_lives_as_long_as_its_peer_renews_it_rarely(roster: Roster) -> None:
     find(roster, sealed(replace(RECORD, renew_s=100.0), NOW + 1000))
     assert roster.live[other()].expires == NOW + 300
