@@ -403,7 +403,8 @@ def test_a_key_with_thousands_of_names_makes_a_few_of_them_known_and_loses_none_
 
 
 def test_a_lookup_in_another_shard_of_a_large_swarm_reads_a_sample(sharded: Roster) -> None:
-    own, others = (key_of(RUN, peer, LEVEL) for peer in (sharded.own.peer, other()))
+    own = key_of(RUN, sharded.own.peer, LEVEL)
+    others = next(name for name in (key(RUN, LEVEL, shard) for shard in range(2)) if name != own)
     sharded.handle(Found(others, {f"stranger{number}": b"forged" for number in range(64)}), NOW)
     assert sharded.refused.total() == 64, "a peer that knows nobody reads all"
     sharded.live = {PeerId(f"known{number}"): RosterEntry(RECORD, NOW + TTL) for number in range(MERGE)}
