@@ -75,12 +75,8 @@ METHODS: dict[str, Method] = {
     "sparse": Method(code="sparse", phi_every=NEVER),
     "rarer-32": Method(code="sparse", phi_every=NEVER, rarer=32, kept=0.5),
     "rarer-64": Method(code="sparse", phi_every=NEVER, rarer=64, kept=0.5),
-    "rarer-128": Method(code="sparse", phi_every=NEVER, rarer=128, kept=0.5),
     "sparse-whole": Method(code="sparse", phi_every=24),
     "sliced": Method(code="sparse", phi_every=1, slices=24),
-    "sliced-exp": Method(code="sparse", phi_every=1, slices=24, exponential=True),
-    "sliced-exp2": Method(code="sparse", phi_every=1, slices=16, exponential=True, partners=2),
-    "sliced-exp1": Method(code="sparse", phi_every=1, slices=32, exponential=True, partners=1),
     "sliced-twice": Method(code="sparse", phi_every=1, slices=24, constants=outer_step.Constants(gamma=2.0)),
     "sliced-far": Method(code="sparse", phi_every=1, slices=24, constants=outer_step.Constants(beta=2.0, gamma=2.0)),
     "sliced-twice-exp": Method(
