@@ -314,7 +314,7 @@ class Roster:
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + REJOIN_S)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
-            return self._log(GoodbyeLine(peer=peer)) if was_silent else []  # only if the peer was dropped as silent
+            return [*self._log(GoodbyeLine(peer=peer))] if was_silent else []  # only if the peer was dropped as silent
         if record.time <= self._dropped.get(peer, 0.0):
             return []
         known = self.live.get(peer)
