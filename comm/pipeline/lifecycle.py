@@ -140,13 +140,8 @@ class ExecutionLifecycle:
         execution = self.table.by_token.get(event.token)
         assert execution is not None, "an execution stays in the table while the training thread works on it"
         match event:
-            case BackwardDone(tokens=tokens):
-                forward = execution.next_hop is None  # at the last stage one job does both passes
-                self.forwarding.load.passed(tokens, execution.id.first, execution.last, forward=forward)
+            case BackwardDone():
                 return self._backward_done(execution, event, now)
-            case ForwardDone(tokens=tokens):
-                self.forwarding.load.passed(tokens, execution.id.first, execution.last, backward=False)
-        match event:
             case _ if execution.state is GONE:
                 return self.table.let_go(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
             case ForwardDone():
@@ -159,6 +154,8 @@ class ExecutionLifecycle:
                 return self.table.give_up(execution, reason)
 
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
+        load = self.forwarding.load
+        load.tokens = done.tokens
         gradients = self.admission.stage.forms(execution.last, done.sequences).gradients
         execution.forward_done(NextHop(done.tokens, done.layout, done.blob, gradients), done.sequences)
         if isinstance(execution, OwnExecution):
@@ -175,6 +172,7 @@ class ExecutionLifecycle:
             execution.name(done.number)
         undo = execution.undo if isinstance(execution, ForwardedExecution) else None
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own, undo)
+        self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
             return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)

@@ -181,9 +181,6 @@ class Router:
             case Compared():
                 return self.audits.compared(event, now)
             case Undone(token, done):
-                if done:
-                    entry = self.ledger.entries[token]
-                    self.load.passed(entry.tokens, entry.execution.first, entry.last)
                 return self.ledger.undone(token, done)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 return self.lifecycle.answered(event, now)

@@ -159,19 +159,11 @@ class StageLoad:
         """Replace the present stage, because the peer's layers or limits have changed."""
         self.stage = stage
 
-    def passed(self, tokens: int, first: int, last: int, *, forward: bool = True, backward: bool = True) -> None:
-        """Add passes of `tokens` tokens through layers [first, last) to the work since the last step.
-
-        Passes count even if the execution is given up later, and once more if its gradients are computed once more
-        (Undo): else a peer seems slow whenever other peers abort executions.
-        """
+    def backward_done(self, execution: StageExecution, tokens: int) -> None:
+        """Add an execution of `tokens` tokens, whose backward pass is done, to the work since the last step."""
         self.tokens = tokens
-        self._worked += tokens * self._passes(first, last, forward, backward)
-        self._full += tokens * self._passes(self.stage.first, self.stage.last, forward, backward)
-
-    def _passes(self, first: int, last: int, forward: bool, backward: bool) -> float:
-        whole, ahead = self._shares_of(first, last)
-        return whole if forward and backward else ahead if forward else whole - ahead
+        self._worked += tokens * self.share(execution.id.first, execution.last)
+        self._full += tokens * self.share(self.stage.first, self.stage.last)
 
     def stepped(self, seconds: Seconds) -> None:
         """Update the speed at a step, given that this peer has computed for `seconds` seconds since the last step.

@@ -231,8 +231,6 @@ class World:
         if isinstance(job, jobs.Forward) and job.last == self.cuts[-1].last:
             passes = 1.0
         part = share(self.cuts, execution.id.first, execution.last) if execution is not None else 0.0
-        if isinstance(job, jobs.Undo):
-            part = share(self.cuts, job.forward.first, job.forward.last)
         took = passes * part * peer.seconds
         peer.free_at = max(peer.free_at, self.now) + took
         peer.busy_s += took
