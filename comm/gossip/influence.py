@@ -232,7 +232,7 @@ class Outliers:
         self.apart, self.away, self.found, self.merges = {}, {}, {}, 0
 
     def _distances(self, came: Tensor) -> dict[PeerId | None, float]:
-        """Return the distance of each peer from the median of all, after the numbers at the indices `came` have come.
+        """Return the distance of each peer from the median of all peers, given new numbers at the indices `came`.
 
         The key None is this peer. The distance is that of all m numbers if a peer is as far off in those not judged.
         """

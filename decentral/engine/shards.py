@@ -121,15 +121,14 @@ class Division:
 class HostParts:
     """This rank's fp32 parts of vectors in host memory, by fragment and slot. Thread-safe.
 
-    A baseline that `drop` has removed is the sum of phi and of the residual, if there is one. So it takes no memory
-    between a merge and the next close.
+    A baseline that is not there is the sum of phi and of the residual, if there is one. So it takes no memory between a
+    merge and the next close.
     """
 
     def __init__(self) -> None:
         """Begin without parts."""
         self._parts: dict[tuple[int, Slot], Tensor] = {}
         self._rounded: dict[int, tuple[bytes, int]] = {}  # by fragment: a residual in int8, and its number of elements
-        self._dropped: set[int] = set()  # fragments whose baseline is phi plus the residual
         self._changed = Condition()
 
     def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
@@ -151,8 +150,6 @@ class HostParts:
                 return
             if slot is Slot.RESIDUAL:
                 self._rounded.pop(fragment, None)
-            elif slot is Slot.BASELINE:
-                self._dropped.discard(fragment)
             self._parts[fragment, slot] = part
             self._changed.notify_all()
 
@@ -164,7 +161,7 @@ class HostParts:
         """
         key = fragment, slot
         with self._changed:
-            if slot is Slot.BASELINE and fragment in self._dropped:
+            if slot is Slot.BASELINE and key not in self._parts:
                 return self._sum(fragment)
             if slot is Slot.RESIDUAL and fragment in self._rounded:
                 blob, elements = self._rounded.pop(fragment) if take else self._rounded[fragment]
@@ -182,8 +179,6 @@ class HostParts:
             self._parts.pop((fragment, slot), None)
             if slot is Slot.RESIDUAL:
                 self._rounded.pop(fragment, None)
-            elif slot is Slot.BASELINE:
-                self._dropped.add(fragment)
 
     def _sum(self, fragment: int) -> Tensor:
         """Return this rank's part of phi plus the residual, a new vector."""

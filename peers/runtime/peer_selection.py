@@ -121,7 +121,7 @@ class WindowLengths:
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             records = [one.record for one in self.roster.live.values()]
-            needs = [one.window_s for one in records if one.window_s and one.first < last and first < one.last]
+            needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
             self._others = self.roster.changes, sorted(needs)
         return common_need_s(own_s, self._others[1])
 
