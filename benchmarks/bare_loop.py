@@ -3,10 +3,10 @@
     python -m benchmarks.bare_loop [CONFIG] [--set key=value]... [--device cpu] [--warm-up 5] [--seconds 20] [--wait]
 
 It has the config's model, data, micro-batch, dtype, optimizer, clipping and learning rate, as a careful user would
-write them (fused AdamW, Muon's products in fp32 on a CPU, gradients set to None, no value read back from the device in
-a step), and nothing else: no peers, no checkpoints, no evaluation. It prints `training` after its first step, and at
-the end one line of JSON. With `--wait` the interval begins at the Unix time that comes on stdin, so that loops are
-measured side by side.
+write them (fused AdamW, Muon's products in fp32 on a CPU, denormals flushed, gradients set to None, no value read back
+from the device in a step), and nothing else: no peers, no checkpoints, no evaluation. It prints `training` after its
+first step, and at the end one line of JSON. With `--wait` the interval begins at the Unix time that comes on stdin, so
+that loops are measured side by side.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from decentral.engine import measure
 from decentral.engine.inner import FINAL_RATE
 from decentral.engine.muon import product_dtype
 from decentral.engine.optimizers import BETA1, BETA2
+from decentral.engine.step import flush_denormals
 from decentral.model import decoder
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
@@ -46,6 +47,7 @@ def main() -> None:
     interval = [time.time() + args.warm_up, args.seconds] if not args.wait else [time.time() + UNKNOWN_S, args.seconds]
     if args.wait:
         threading.Thread(target=_read_beginning, args=(interval,), daemon=True).start()
+    flush_denormals()
     device = measure.choose(args.device, run.train.dtype, 1.0, 0.0)
     layers = decoder.build(run.model, run.seed)
     model = nn.Sequential(*layers).to(device.device)

@@ -50,6 +50,7 @@ from decentral.engine.step import (
     LossModule,
     ModelForward,
     Replica,
+    flush_denormals,
     held_out_part,
     train_step,
 )
@@ -334,6 +335,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
     """
     from decentral.engine import sharded  # imported here, since it loads DTensor (60 MB), for islands only
 
+    flush_denormals()
     run = assignment.run
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
     island.hold(replica)

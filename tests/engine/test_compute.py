@@ -1,5 +1,6 @@
 """The work of the two threads, mostly without them: steps, windows, merges, checkpoints."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -603,6 +604,23 @@ def test_jobs_of_a_fragment_come_in_their_order_while_the_thread_trains(setup_of
     assert [kind for kind in seen if kind in ours] == ours
     assert seen.count("Saved") == 1
     assert seen.count("Stepped") == 3
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot flush denormals")
+def test_the_training_thread_and_its_worker_treat_denormals_as_zero(setup_of: MakeSetup) -> None:
+    """Processors compute with denormals up to a hundred times more slowly."""
+    compute, products = Compute(setup_of()), dict[str, float]()
+
+    def report(outcome: jobs.Outcome) -> None:
+        products[threading.current_thread().name] = float(torch.tensor([1e-30]) * 1e-10)
+
+    for job in (jobs.Start(newcomer=False), jobs.CloseWindow(0, 1), jobs.EncodeSections(0, 1, ("phi.0",))):
+        compute.submit(job)
+    compute.submit(jobs.Finish())
+    thread = threading.Thread(target=compute.run, args=(report,), name="compute")
+    thread.start()
+    thread.join()
+    assert products == {"compute": 0.0, "beside": 0.0}
 
 
 def test_the_thread_does_not_train_before_it_is_told_to_start(setup_of: MakeSetup) -> None:

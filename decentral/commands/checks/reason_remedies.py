@@ -6,7 +6,7 @@ UPGRADE_ALL = "let all peers run one version of decentral: python -m pip install
 DATA_DAMAGED = "a partner sends damaged data: it runs another version, its memory is faulty, or it is hostile"
 TAKES_TIME = "wait a minute; if it lasts, check the load of both machines"
 
-REMEDIES: dict[Reason, str] = {
+REMEDIES: dict[str, str] = {
     Reason.VERSION: UPGRADE_ALL,
     Reason.UNKNOWN: UPGRADE_ALL,
     Reason.FIELDS: UPGRADE_ALL,
@@ -46,4 +46,4 @@ REMEDIES: dict[Reason, str] = {
 
 def remedy_of(reason: str) -> str:
     """Return what a user can do about a reason; for a reason without a remedy, a reference to docs/PROTOCOL.md."""
-    return REMEDIES.get(reason, f"see {reason!r} in the table of reasons, docs/PROTOCOL.md")  # type: ignore[call-overload,no-any-return]
+    return REMEDIES.get(reason, f"see {reason!r} in the table of reasons, docs/PROTOCOL.md")

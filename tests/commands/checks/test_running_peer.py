@@ -222,7 +222,7 @@ def test_a_running_peer_that_does_not_get_its_state(tmp_path: Path) -> None:
         one = found(folder)["training"]
     assert one.state == FindingState.WRONG
     assert "unreachable 2" in one.seen
-    assert one.remedy == REMEDIES["unreachable"]  # type: ignore[index]
+    assert one.remedy == REMEDIES["unreachable"]
 
 
 @pytest.mark.parametrize(
