@@ -45,7 +45,7 @@ def measure(scale: Scale, notes: Notes, size: str) -> None:
         compute = Compute(setup)
         notes.put("fragments", len(compute.fragments))
         began = time.perf_counter()
-        published = measured(compute.span.forward, run.model, scale.computing, compute.micro_batch)
+        published = measured(compute.span.forward, run.model, scale.computing, compute.sequences)
         notes.put("published tokens/s", published.tokens_per_s)
         notes.put("measuring it, s", time.perf_counter() - began)
         for _ in range(WARM_CALLS):

@@ -4,8 +4,9 @@
 
 A window is the training between two closes, and a period is the time between them. Partners pull a window's
 pseudo-gradient, and from one of them the next slices of its slow weights phi (comm/gossip/outer_kernels.py has the
-formulas). Slices are encoded only if a partner asks for them before the merge begins. Training goes on during an
-exchange. While a fragment has no partners, its windows are not closed.
+formulas). Slices are encoded if a partner asks for them before the merge begins or, for some windows after a late
+question, at each close. Training goes on during an exchange. While a fragment has no partners, its windows are not
+closed.
 
 If pulls take nearly a period, the next window may be due to end during the merge. That window ends right after the
 merge, at most LATE_PERIODS late, and still matches the partners' windows. If a partner does not answer within
@@ -196,10 +197,10 @@ class PullExchange:
         """
         self.state, self._began = ExchangePhase.CLOSING, now
         self.seq = max(self.seq, self._goal if self.blocking else int(now * 1000) - 1) + 1
-        sparse = not self.blocking and self._is_sparse()
-        return [CloseWindow(self.context.fragment, self.seq, hold=self.blocking, sparse=sparse)]
+        thin = not self.blocking and self._is_thin()
+        return [CloseWindow(self.context.fragment, self.seq, hold=self.blocking, thin=thin)]
 
-    def _is_sparse(self) -> bool:
+    def _is_thin(self) -> bool:
         """Return whether our link is so slow that sections are sent in their shorter codecs.
 
         False before the first window is closed, and if no section has a choice of codecs.

@@ -60,7 +60,7 @@ class PullRule(UpdateRule):
         """Create the rule with phi = theta; if theta is on the meta device, call `load` or `adopt` next."""
         super().__init__(gossip, theta, peer, tools)
         self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
-        self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
+        self.thin_codecs = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
         slices = sliced("phi", SLOW_WEIGHTS_CODEC, self.elements, tools.codecs)
@@ -84,7 +84,7 @@ class PullRule(UpdateRule):
             ProtocolError: If a number is not finite.
         """
         self._end_unmerged()
-        kernels, codes = self.tools.kernels, self.sparse if self.sparsely else self.sections
+        kernels, codes = self.tools.kernels, self.thin_codecs if self.for_thin_link else self.sections
         code = codes[PSEUDO_GRADIENT]
         residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
         blob, length = kernels.close(theta, baseline, residual, code)

@@ -93,11 +93,11 @@ class UpdateRule:
     sections: Mapping[str, str] = {"theta": "int8"}
     """The sections that `close` packs, in this order."""
 
-    sparse: Mapping[str, str] = {}
+    thin_codecs: Mapping[str, str] = {}
     """Other codecs, for a thin link, of sections that `close` packs."""
 
-    sparsely: bool = False
-    """Whether the next `close` uses the codecs of `sparse`."""
+    for_thin_link: bool = False
+    """Whether the next `close` uses `thin_codecs`."""
 
     on_request: Layout = ()
     """The sections that `encode` packs only when a partner asks for them."""

@@ -316,9 +316,9 @@ class OwnMicroBatches:
         jobs: list[Effect] = []
         self.look_at = None
         stage = self.admission.stage
-        alone = stage.last == stage.layers and not stage.synchronous
+        reaches_the_end = stage.last == stage.layers and not stage.synchronous
         elsewhere = stage.first > 0 or not stage.originates
-        if not self.admission.active or self.admission.draining or elsewhere or alone:
+        if not self.admission.active or self.admission.draining or elsewhere or reaches_the_end:
             return jobs
         own = sum(execution.own for execution in self.table.by_token.values())
         while self.quota != 0 and self.admission.may_begin(own):

@@ -59,8 +59,8 @@ class GradientEntry:
 class Ledger(Protocol):
     """Interface through which the router records gradients, and learns which jobs to give to the training thread.
 
-    GradientLedger implements it for asynchronous training, and ContributionRecord for synchronous rounds. Except in
-    `believes`, the parameters `token` and `tokens` are ids of executions (StageExecution.token), not text tokens.
+    GradientLedger implements it for asynchronous training, and ContributionRecord for synchronous rounds. A parameter
+    `token`, and each of `executions`, is an execution's id (StageExecution.token); `tokens` are text tokens.
     """
 
     entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by StageExecution.token
@@ -97,21 +97,21 @@ class Ledger(Protocol):
         """Mark an execution in doubt as aborted, so that it does not count; do nothing if it is decided or unknown."""
         return []
 
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
+    def sealed(self, executions: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
         """Record that the training thread has sealed a sum.
 
         Args:
-            tokens: Ids of the executions whose gradients are in the sum.
+            executions: Those whose gradients are in the sum.
             slot: Number of the buffer in which the training thread keeps the sum.
             sound: Whether the sum is finite, so that a step can be taken with it.
         """
         return []
 
-    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
+    def stepped(self, executions: tuple[int, ...]) -> list[Effect]:
         """Record that a Seal job sealed a sum and took a step with it at once, so that `sealed` is not called.
 
         Args:
-            tokens: Ids of the executions whose gradients are in the sum.
+            executions: Those whose gradients are in the sum.
         """
         return []
 
@@ -162,19 +162,19 @@ class GradientLedger:
         """Mark an execution in doubt as aborted; if a sealed sum contains it, return the job that drops the sum."""
         return self._decide(token, CommitState.ABORTED)
 
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
+    def sealed(self, executions: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
         """Record that the training thread has sealed a sum; drop it at once if it is not finite."""
         self.sealing = False
         if not sound:
-            line = UncountedLine(of=_counted(self._taken(tokens)), void=0, reason=Reason.NAN)
+            line = UncountedLine(of=_counted(self._taken(executions)), void=0, reason=Reason.NAN)
             return [Drop(slot), Log(line), *self._advance()]
-        self.closing[slot] = tokens
+        self.closing[slot] = executions
         return self._advance()
 
-    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
-        """Record that a Seal job sealed a sum and took a step with it at once; `tokens` are its executions' ids."""
+    def stepped(self, executions: tuple[int, ...]) -> list[Effect]:
+        """Record that a Seal job sealed a sum and took a step with it at once."""
         self.sealing = False
-        return [Log(CountedLine(of=_counted(self._taken(tokens)))), *self._advance()]
+        return [Log(CountedLine(of=_counted(self._taken(executions)))), *self._advance()]
 
     def undone(self, token: int, done: bool) -> list[Effect]:
         """Remove an execution whose gradients were taken out; if that failed, let it drop its whole sum."""
@@ -231,7 +231,7 @@ class GradientLedger:
 
     def _seal(self) -> Seal:
         slot = next(slot for slot in range(self.slots) if slot not in self.closing)
-        closing = {token for tokens in self.closing.values() for token in tokens}
+        closing = {token for executions in self.closing.values() for token in executions}
         filled = [token for token in self.entries if token not in closing]
         if any(self.states[token] is not CommitState.COMMITTED for token in filled):
             return Seal(slot=slot)
@@ -249,10 +249,10 @@ class GradientLedger:
             return [Drop(slot), Log(UncountedLine(of=_counted(entries), void=aborted))]
         return [self._apply(entries, slot), Log(CountedLine(of=_counted(entries)))]
 
-    def _taken(self, tokens: tuple[int, ...]) -> list[GradientEntry]:
-        for token in tokens:
+    def _taken(self, executions: tuple[int, ...]) -> list[GradientEntry]:
+        for token in executions:
             del self.states[token]
-        return [self.entries.pop(token) for token in tokens]
+        return [self.entries.pop(token) for token in executions]
 
     def _apply(self, entries: list[GradientEntry], slot: int) -> Apply:
         own = [entry for entry in entries if entry.own]

@@ -187,9 +187,9 @@ class Router:
             case ForwardDone() | BackwardDone() | ExecutionFailed():
                 self.table.jobs.running.discard(event.token)
                 return self.lifecycle.computed(event, now)
-            case Sealed(tokens, slot, sound):
-                self.audits.stepped(len(tokens))
-                return self.ledger.sealed(tokens, slot, sound)
+            case Sealed(executions, slot, sound):
+                self.audits.stepped(len(executions))
+                return self.ledger.sealed(executions, slot, sound)
             case Stepped(spent=spent, executions=executions, applied=applied):
                 self.load.stepped(spent.training)
                 if executions:

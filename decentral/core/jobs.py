@@ -50,13 +50,13 @@ class CloseWindow:
 
     Attributes:
         hold: Whether training pauses until the `Merge` of this window is done.
-        sparse: Whether to use the algorithm's shorter encoding, for a thin (slow) link, if it has two.
+        thin: Whether the link is slow: sections are sent in the algorithm's shorter code (q1 in pull), if it has two.
     """
 
     fragment: int
     seq: int
     hold: bool = False
-    sparse: bool = False
+    thin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Job: free the activations of the executions `tokens`; no backward pass will need them. Outcome: `Forgotten`."""
+    """Job: free the activations of these executions; no backward pass will need them. Outcome: `Forgotten`."""
 
-    tokens: tuple[int, ...]
+    executions: tuple[int, ...]  # `token` of each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class Stepped:
     loss: float  # mean loss, nats per token
     spent: TimeSpent  # time since the previous step, including the time of jobs
     micro_batches: int
-    executions: tuple[int, ...] = ()  # `token` of each execution in the step, if the step follows a Seal
+    executions: tuple[int, ...] = ()  # those of a Seal that took the step at once; after Apply: (), Sealed names them
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # (fragment, peer, reason) of each sum that was refused
     applied: AppliedTokens | None = None  # tokens by fragment; None unless micro-batches passed through several peers
     dropped: bool = False  # whether nothing was trained, because the gradient was not finite
@@ -526,7 +526,7 @@ class ExecutionFailed:
 class Sealed:
     """Outcome: the open sum of gradients was sealed. The sum waits in `slot` for its optimizer step."""
 
-    tokens: tuple[int, ...]  # `token` of each stage execution whose gradient is in the sum
+    executions: tuple[int, ...]  # `token` of each stage execution whose gradient is in the sum
     slot: int = 0
     sound: bool = True  # False if the sum's norm in a fragment is not finite; no step can use such a sum
 

@@ -93,12 +93,12 @@ class Compute(JobRunner):
         edge_clock = time.thread_time if alone_on_cpu else time.perf_counter
         self.threads = JobThreads(self.program, self._failure_of, edge_clock)
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank if ranks.readers > 1 else 0, ranks.readers)
-        self.micro_batches = setup.corpus.micro_batches(reading)
+        self.read_micro_batch = setup.corpus.micro_batches(reading)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         size = run.train.micro_batch
         if size == "auto":
             size = 1 if ranks.sharded else measure.micro_batch(span.forward, run.model, setup.device)
-        self.micro_batch = size
+        self.sequences = size
 
     @property
     def awaits_state(self) -> bool:
@@ -264,7 +264,7 @@ class Compute(JobRunner):
         For data in memory, (seed, peer, number) determine the micro-batch, so a checkpoint stores only the number. For
         streamed data the number has no effect, since a file stores the position in the stream.
         """
-        return self.micro_batches(number, self.micro_batch)
+        return self.read_micro_batch(number, self.sequences)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
         """Return rank 0's next micro-batch. Count it, and one more for each other rank that reads micro-batches."""
@@ -282,7 +282,7 @@ class Compute(JobRunner):
         Between two steps, it computes the loss of only a few sequences, so that no step is delayed much.
         """
         device, total, seconds = self.setup.device, 0.0, 0.0
-        for part in parts_of(self.held_out, max(8, self.micro_batch)):
+        for part in parts_of(self.held_out, max(8, self.sequences)):
             yield Phase.EDGE
             began = time.perf_counter()
             total += held_out_part(device.ranks.evaluating(self.span, part), part, device)

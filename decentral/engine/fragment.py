@@ -75,7 +75,8 @@ class CopyMemory(Protocol):
 class Live:
     """A fragment's weights in training (theta [n]), their gradient and optimizer state, and counts for gossip.
 
-    The layers' parameters are views into theta, and their gradients into `grad`. Both have dtype `train.weights`.
+    The layers' parameters are views into theta. Their gradients are tensors of their own until `grad` is first used (in
+    routed training), and then views into `grad`. All have dtype `train.weights`.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class GossipedFragment:
     rule: UpdateRule
     layout: Layout  # tensors in the blobs that this peer publishes
     on_request: Layout  # tensors that are encoded only when a partner asks for them
-    codings: Layout = ()  # tensors that can be sent dense or sparse; each gossip window uses one of the two codecs
+    codings: Layout = ()  # tensors with two codecs, the usual one and one for a thin link; a window uses one
     newcomer: bool = False  # whether merges give the next window weight 0, since the optimizer moments are not warm yet
     resting: bool = False  # True while no partner reads this fragment's windows: no window is closed then
 
@@ -232,7 +232,7 @@ class FragmentGossip:
         window = gossiped.end_window()
         theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
-        gossiped.rule.sparsely = job.sparse
+        gossiped.rule.for_thin_link = job.thin
         gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
@@ -349,9 +349,9 @@ class FragmentGossip:
     def _new(self, live: Live, drawn: bool) -> GossipedFragment:
         made = self._rule(live, drawn)
         n, codecs = live.fragment.parameters, self.tools.codecs
-        published, sparse = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.sparse))
-        dense = tuple(section for section in published if section.name in made.sparse)
-        return GossipedFragment(live, made, published, made.on_request, (*dense, *sparse))
+        published, thin = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.thin_codecs))
+        dense = tuple(section for section in published if section.name in made.thin_codecs)
+        return GossipedFragment(live, made, published, made.on_request, (*dense, *thin))
 
     def _rule(self, live: Live, drawn: bool) -> UpdateRule:
         """Return a new update rule for a fragment. `drawn`: whether the fragment has weights."""

@@ -255,13 +255,13 @@ class JobRunner(ABC):
                 return stages.backward(job)
             case jobs.Compare():
                 return stages.compare(job)
-            case jobs.Forget(tokens):
-                return stages.forget(tokens)
+            case jobs.Forget(executions):
+                return stages.forget(executions)
             case jobs.Seal(ready, then, slot):
                 sealed = stages.seal(slot)
-                if then is None or not sealed.sound or set(sealed.tokens) != set(ready):
+                if then is None or not sealed.sound or set(sealed.executions) != set(ready):
                     return sealed
-                return replace(self._apply(then), executions=sealed.tokens)
+                return replace(self._apply(then), executions=sealed.executions)
             case jobs.Drop(slot):
                 return stages.drop(slot)
             case jobs.Undo():

@@ -106,7 +106,7 @@ class Span:
         self.inner = Inner(ordered, run.train)
         self.forward = Chain(self.layers, run.train.compile and not accelerator.compile_failure(device), run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
-            self._stages = self._at_work(alone=True)
+            self._stages = self._at_work(only_routed=True)
 
     def _hold_part(self) -> None:
         """Hold this rank's part of every layer, with initial weights if this machine has them."""
@@ -157,7 +157,7 @@ class Span:
     def stages(self) -> StageRunner:
         """The executor of routed micro-batches. With the whole model, the first use allocates gradient sums."""
         if self._stages is None:
-            self._stages = self._at_work(alone=False)
+            self._stages = self._at_work(only_routed=False)
         return self._stages
 
     def clear_sums(self) -> None:
@@ -173,8 +173,8 @@ class Span:
         """Return, for each fragment of the whole model, the layout of the state that peers send to each other."""
         return tuple(self.gossip.state_layout(cut.parameters) for cut in self.cuts)
 
-    def _at_work(self, alone: bool) -> StageRunner:
-        return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, alone)
+    def _at_work(self, only_routed: bool) -> StageRunner:
+        return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, only_routed)
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:

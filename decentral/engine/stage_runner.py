@@ -57,17 +57,17 @@ class GradientSums:
     New gradients are added to the open sum. A sealed sum is complete: it waits in a slot until its step is taken.
     """
 
-    def __init__(self, lives: Sequence[Live], slots: int, alone: bool) -> None:
+    def __init__(self, lives: Sequence[Live], slots: int, only_routed: bool) -> None:
         """Allocate the sums, all zero.
 
         Args:
             lives: The fragments.
             slots: Number of sealed sums that may wait at the same time.
-            alone: Whether nothing else uses the fragments' own gradient vectors (`Live.grad`). True: add gradients to
-                them, so they are the open sum. False: allocate separate vectors for the open sum.
+            only_routed: Whether nothing else uses the fragments' own gradient vectors (`Live.grad`). True: add
+                gradients to them, so they are the open sum. False: allocate separate vectors for the open sum.
         """
         wide = torch.float32
-        self.filled = [live.grad if alone else torch.zeros_like(live.grad, dtype=wide) for live in lives]
+        self.filled = [live.grad if only_routed else torch.zeros_like(live.grad, dtype=wide) for live in lives]
         self.filled_tokens = [0] * len(lives)
         self.sealed = [[torch.zeros_like(live.grad, dtype=wide) for live in lives] for _ in range(slots)]
         self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
@@ -99,7 +99,7 @@ class StageRunner:
         lives: Sequence[Live],
         activations: ActivationFormat,
         device: Device,
-        alone: bool,
+        only_routed: bool,
     ) -> None:
         """Set up the sums of gradients.
 
@@ -109,17 +109,18 @@ class StageRunner:
             lives: The fragments of these layers.
             activations: Encoder and decoder of hidden states and their gradients.
             device: The device on which to compute.
-            alone: Whether this peer takes steps only with gradients of routed micro-batches. If True, the fragments'
-                own gradients are the open sum, unless they are bf16.
+            only_routed: Whether this peer takes steps only with gradients of routed micro-batches, because it holds
+                a part of the model or the run is synchronous. If True, the fragments' own gradients are the open sum,
+                unless they are bf16.
         """
         self.run, self.lives, self.activations, self.device = run, lives, activations, device
         # `start` is the index of this peer's first layer, and `end` is the number of layers of the model.
         self.start, self.end = lives[0].fragment.first, len(activations.widths)
         self.layers = decoder.recomputed(run, layers, self.start)
-        self.alone = alone and run.train.weights == "float32"  # bf16 is too coarse to add up many gradients
+        self.only_routed = only_routed and run.train.weights == "float32"  # bf16 is too coarse to add up many gradients
         self.pending: dict[int, PendingBackward] = {}
-        self.sums = GradientSums(lives, run.routes.slots, self.alone)
-        self.ahead = LookAhead(lives) if self.alone and run.routes.overlap else None
+        self.sums = GradientSums(lives, run.routes.slots, self.only_routed)
+        self.ahead = LookAhead(lives) if self.only_routed and run.routes.overlap else None
         self._cuts = tuple(fragments_of(run))
         self.features: TokenFeatures | None = None  # of a model with a bottleneck
         if run.model.bottleneck is not None:
@@ -127,19 +128,20 @@ class StageRunner:
             own = embedding.features if isinstance(embedding, decoder.Embedding) else None
             self.features = own or TokenFeatures(run.model).to(device.device)
 
-    def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
+    def draw(self, job: jobs.Draw, name: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
         """Run a micro-batch of this peer's data forward; if the job ends at the model's last layer, also backward.
 
         Args:
             job: The job, with the execution's id.
-            number: The name by which other peers know the micro-batch (`MicroBatchNames`); copied to the outcome.
+            name: The number by which other peers know the micro-batch (`MicroBatchNames`), which becomes
+                `ForwardDone.number`. It is not the number that chose the batch.
             batch: inputs_BT and targets_BT.
         """
         inputs_BT, targets_BT = batch
         began = time.perf_counter()
         tokens = decoder.trained_tokens(targets_BT)
         execution = self._through(inputs_BT.to(self.device.device), None, tokens, (0, job.last))
-        return self._forwarded(job, execution, batch, began, number)
+        return self._forwarded(job, execution, batch, began, name)
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
         """Run another peer's micro-batch forward; if the job ends at the model's last layer, also run it backward."""
@@ -327,7 +329,7 @@ class StageRunner:
 
     def _add(self, execution: PendingBackward, root: Tensor, gradient: Tensor | None, tokens: int) -> None:
         """Add the gradients of a backward pass from `root` to the open sum, and `tokens` to its numbers of tokens."""
-        if not self.alone:
+        if not self.only_routed:
             for live in self.lives:
                 live.grad.zero_()
         with self._computing(execution):
@@ -335,7 +337,7 @@ class StageRunner:
         for index, live in enumerate(self.lives):
             if execution.first <= live.fragment.first and live.fragment.last <= execution.last:
                 self.sums.filled_tokens[index] += tokens
-                if not self.alone:
+                if not self.only_routed:
                     self.sums.filled[index] += live.grad
 
     def _backed(

@@ -64,7 +64,7 @@ def real_gradients(shape: SwarmSettings, folder: Path) -> SwarmSettings:
         shape,
         fragments=tuple(probe.fragments),
         pace=replace(shape.pace, steps_at_once=1),
-        tokens_per_step=probe.micro_batch * run.model.context * run.train.accumulate,
+        tokens_per_step=probe.sequences * run.model.context * run.train.accumulate,
         gradients=train,
         donated=tuple(probe.gossip.state_layouts()),
     )

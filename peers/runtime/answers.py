@@ -91,9 +91,9 @@ class Answers:
         version = self.rounds.versions.get(event.fragment, bytes(16)) if self.rounds else bytes(16)
         return self.donor.exported(event, self._state_step, now, version)
 
-    def refuse_about(self, lost: Sequence[int]) -> list[Effect]:
+    def refuse_about(self, given_up: Sequence[int]) -> list[Effect]:
         """Return refusals of all open questions about these fragments, because this peer gives the fragments up."""
-        return [_refuse(request, Reason.FRAGMENT) for request, index in self.waiting.items() if index in lost]
+        return [_refuse(request, Reason.FRAGMENT) for request, index in self.waiting.items() if index in given_up]
 
     def leave(self) -> list[Effect]:
         """Return refusals of all open questions, because this peer leaves the swarm."""

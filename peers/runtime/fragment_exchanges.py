@@ -82,10 +82,10 @@ class FragmentExchanges:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
 
-    def drop(self, lost: Sequence[int]) -> None:
+    def drop(self, given_up: Sequence[int]) -> None:
         """End the exchanges of these fragments, because this peer gives the fragments up."""
         self._wake = None
-        for index in lost:
+        for index in given_up:
             if self.running.pop(index, None) is not None:
                 self._dropped.add(index)
 

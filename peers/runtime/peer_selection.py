@@ -4,9 +4,9 @@
 and to changes of a peer's layers; routes use peers/runtime/route_planner.py instead. All results follow from the
 present roster; lists are cached until the roster changes.
 
-`WindowLengths` decides how long a peer's gossip windows are, and whether it sends sparsely coded snapshots. Windows are
-as long as the peer's own link and cores need, or longer if at least half of the peers need longer windows. Each is a
-power of two times the shortest length, so that windows of different lengths end together.
+`WindowLengths` decides how long a peer's gossip windows are, and whether it sends snapshots in shorter codecs. Windows
+are as long as the peer's own link and cores need, or longer if at least half of the peers need longer windows. Each is
+a power of two times the shortest length, so that windows of different lengths end together.
 """
 
 import math
@@ -49,14 +49,14 @@ class WindowLengths:
     # Window lengths for which our uplink suffices, in units of the shortest window:
     link_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from as many partners as now
     thin_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all partners
-    dense_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all, without sparse codes
+    dense_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all, without shorter codecs
     _others: tuple[int, list[Seconds]] = (-1, [])  # cache: (`roster.changes`, sorted window lengths that others need)
     _windows: tuple[object, tuple[int, str]] = (None, (1, ""))  # cache of `windows`: (all that decides it, result)
 
     def is_thin(self, fragment: int, size: int) -> bool:
-        """Return whether our uplink decides how long a fragment's windows are, so that a sparse code shortens them.
+        """Return whether our uplink decides how long a fragment's windows are, so that shorter codecs shorten them.
 
-        In the swarm's first steps the result is False, because a sparse code then costs more than shorter windows gain.
+        In the swarm's first steps the result is False, because shorter codecs then cost more than shorter windows gain.
         `size` is the number of bytes of the fragment's snapshots.
         """
         window_s = self.window_s()

@@ -2,9 +2,10 @@
 
 A route (comm/pipeline/router.py) takes a micro-batch through several peers, which hold different layers. The router
 chooses the next peer by routing weights, which come from a maximum flow through the swarm
-(scheduler/throughput/routing.py). It gets the holders of each layer and their speeds from a RouteView
-(comm/pipeline/forwarding.py). The flow is solved again if the speeds in the roster have changed enough. This is checked
-every FLOW_CHECK_S, but less often in a large swarm, where one peer hardly changes the flow.
+(scheduler/throughput/routing.py). It sees the holders of each layer and their speeds through `RouteView`
+(comm/pipeline/stage.py), which RoutePlanner implements. The flow is solved again if the speeds in the roster have
+changed enough. This is checked every FLOW_CHECK_S, but less often in a large swarm, where one peer hardly changes the
+flow.
 """
 
 from collections.abc import Sequence

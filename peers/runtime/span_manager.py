@@ -81,12 +81,14 @@ class SpanManager:
         effects += self.cold_copies.review(members, self._stored(members), now)
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if move.why == "plan" and (plans.adopted is not None or move.phase is MovePhase.LEASING):
-            effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
+            effects += self._carry_out(move.abandon_unless_to(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
-            effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
+            effects += self._carry_out(
+                move.abandon_unless_to(move.held, now), now
+            )  # another peer has taken the layers: cancel
         brought = [index for index in move.target if index not in move.held and not self.holders(index)]
         if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING and not brought:
-            effects += self._carry_out(move.redirect(move.held, now), now)  # lost layers are more urgent
+            effects += self._carry_out(move.abandon_unless_to(move.held, now), now)  # lost layers are more urgent
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         if lost is not None:
@@ -157,15 +159,15 @@ class SpanManager:
                 case HoldSpan(held):
                     done += self._hold(held, now)
                 case ChangeSpan():
-                    done += [*self._give_up(self.span_move.lost), effect]
+                    done += [*self._give_up(self.span_move.given_up), effect]
                 case _:
                     done.append(effect)
         return done
 
-    def _give_up(self, lost: Sequence[int]) -> list[Effect]:
-        self.donor.hold([cut for cut in self.setup.now.fragments if cut.index not in lost])
-        refused = self.answers.refuse_about(lost)
-        self.gossip.drop(lost)
+    def _give_up(self, given_up: Sequence[int]) -> list[Effect]:
+        self.donor.hold([cut for cut in self.setup.now.fragments if cut.index not in given_up])
+        refused = self.answers.refuse_about(given_up)
+        self.gossip.drop(given_up)
         return refused
 
     def _hold(self, held: range, now: Seconds) -> list[Effect]:

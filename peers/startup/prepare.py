@@ -209,7 +209,7 @@ def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tu
         _without(error, start, access)
         restored = False
     if island and not island.sharded:  # the other ranks get the weights of this rank
-        island.assign(replace(assigned, micro_batch=compute.micro_batch))
+        island.assign(replace(assigned, micro_batch=compute.sequences))
         island.hold(compute.span)
     return compute, restored
 
@@ -263,9 +263,9 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
         shared.stage("measuring the device")
         forward = device.ranks.begin(span, compute.counters, measuring=True)
         work = share(span.cuts, first, last)
-        measured = measure.measure(forward, run.model, device, compute.micro_batch, work)
+        measured = measure.measure(forward, run.model, device, compute.sequences, work)
         held = memory.needs_on(run, device).span_bytes(span.fragments[0].index, span.fragments[-1].index + 1, 0)
-        trial = LayerTrial(run, span.cuts, device, compute.micro_batch, measured.flops, memory_bytes - held)
+        trial = LayerTrial(run, span.cuts, device, compute.sequences, measured.flops, memory_bytes - held)
         costs = UNMEASURED if device.ranks.sharded else layer_costs(trial, dict(enumerate(span.layers, first)))
         part_of_time = share(span.cuts, first, last, costs)
         measured = replace(measured, tokens_per_s=part_of_time * measured.tokens_per_s, costs=costs)

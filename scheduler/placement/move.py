@@ -230,8 +230,11 @@ class SpanMove:
         return 1 if self.why in ("lost", "plan") else self.replicas
 
     @property
-    def lost(self) -> list[int]:
-        """Return the fragments that this peer gives up by the move under way; [] without a move."""
+    def given_up(self) -> list[int]:
+        """Return the fragments that this peer gives up by the move under way; [] without a move.
+
+        (`why` "lost" is about layers that no peer holds: recover.py.)
+        """
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
     def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
@@ -250,10 +253,10 @@ class SpanMove:
         self.target, self.why, self._began_at = target, why, now
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost]
+        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.given_up]
         if any(bound):
             return self._fail(Reason.PROMISED, now)
-        if any(len(self._keepers(index)) < self.needed for index in self.lost):
+        if any(len(self._keepers(index)) < self.needed for index in self.given_up):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
@@ -262,7 +265,7 @@ class SpanMove:
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
         return self._review(now)
 
-    def redirect(self, target: range, now: Seconds) -> list[MoveEffect]:
+    def abandon_unless_to(self, target: range, now: Seconds) -> list[MoveEffect]:
         """Abandon the move under way if it has another target, unless layers are changing or others rely on it."""
         if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target or self._brings(now):
             return []
@@ -318,7 +321,7 @@ class SpanMove:
             return []
         if self.fetch.complete:
             self._enter(MovePhase.LEASING)
-            self.requests.begin(self.lost)
+            self.requests.begin(self.given_up)
             self._lease_until = now + LEASE_WAIT_S
             return self._request_leases(now)
         if now > self.fetch.last_piece_at + FETCH_STALLED_S:
@@ -359,7 +362,7 @@ class SpanMove:
     @property
     def _unleased(self) -> list[int]:
         """Return the given-up fragments for which too few leases are granted."""
-        return [index for index in self.lost if len(self.requests.granted[index]) < self.needed]
+        return [index for index in self.given_up if len(self.requests.granted[index]) < self.needed]
 
     def _keepers(self, index: int) -> Sequence[PeerId]:
         """Return the other peers whose leases count: holders and, in a move by a plan, takers.
@@ -373,8 +376,8 @@ class SpanMove:
 
     def _lessors_are_gone(self) -> bool:
         """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""
-        held = {index: set(self._keepers(index)) for index in self.lost}
-        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
+        held = {index: set(self._keepers(index)) for index in self.given_up}
+        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.given_up)
 
     def _fail(self, reason: str, now: Seconds) -> list[MoveEffect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
@@ -410,7 +413,7 @@ class SpanMove:
             return [_reply(request, Refused(Reason.FRAGMENT))]
         if sender not in self.view.holders(index):
             return [_reply(request, Refused(Reason.SPAN))]
-        gives_it_up = index in self.lost
+        gives_it_up = index in self.given_up
         if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender or self._brings(now)):
             return [_reply(request, Refused(Reason.MOVING))]
         if not self.granted.grant(index, sender, now):

@@ -113,7 +113,7 @@ def play(rank: int, ports: list[int], folder: Path) -> None:
 def lead(island: Island, folder: Path, settings: Settings, script: list[Callable[[Compute], None]]) -> Ended:
     compute = compute_of(folder, ranks=island, **settings)  # type: ignore[arg-type]
     run, peer = compute.setup.config, compute.setup.peer
-    island.assign(Assignment(run, peer, compute.micro_batch))
+    island.assign(Assignment(run, peer, compute.sequences))
     island.hold(compute.span)
     for act in script:
         act(compute)

@@ -195,7 +195,7 @@ def lead(island: Island, folder: Path, scenario: Scenario) -> dict[str, Tensor]:
     split = scenario.split
     island.decide(split)
     plain = compute_of(folder, scenario.train, split)
-    island.assign(Assignment(plain.setup.config, PeerId("A"), plain.micro_batch, split))
+    island.assign(Assignment(plain.setup.config, PeerId("A"), plain.sequences, split))
     found = ended(compute_of(folder, scenario.train, split, ranks=island), scenario.script)
     island.close()
     return found

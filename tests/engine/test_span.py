@@ -263,4 +263,4 @@ def test_a_whole_model_peer_has_no_sums_of_gradients_before_a_route_needs_them(s
     span = Compute(setup_of("A")).span
     assert span._stages is None
     assert span.stages is span.stages
-    assert not span.stages.alone
+    assert not span.stages.only_routed

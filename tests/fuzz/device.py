@@ -108,7 +108,7 @@ class Device:
         match job:
             case jobs.CloseWindow(fragment, seq):
                 more = ON_REQUEST if self.chance.random() < 0.7 else ()
-                layout = SPARSE_WINDOW if job.sparse else WINDOW
+                layout = SPARSE_WINDOW if job.thin else WINDOW
                 return jobs.WindowClosed(fragment, seq, 64, 0.5, layout, blob_of(layout), more, CODINGS, 0.01)
             case jobs.Rest(fragment):
                 return jobs.Rested(fragment)

@@ -265,7 +265,7 @@ def test_a_rule_with_two_codes_sends_either_and_merges_both() -> None:
     ours, dense, sparse = (Replica("pull", name, code="auto") for name in "ABC")
     for seed, one in enumerate((ours, dense, sparse)):
         one.train(seed)
-    sparse.rule.sparsely = True
+    sparse.rule.for_thin_link = True
     sent = [one.close() for one in (ours, dense, sparse)]
     codes = [next(section.codec for section in one.layout if section.name == PSEUDO_GRADIENT) for one in sent]
     assert codes == ["q4", "q4", "q1"]
@@ -280,10 +280,10 @@ def test_what_a_shorter_code_keeps_back_goes_out_in_the_next_dense_window() -> N
     start = one.live.theta.clone()
     one.train(0)
     trained = start - one.live.theta
-    one.rule.sparsely = True
+    one.rule.for_thin_link = True
     published = vectors(one.close())[PSEUDO_GRADIENT]
     one.merge([])
-    one.rule.sparsely = False
+    one.rule.for_thin_link = False
     together = published + vectors(one.close())[PSEUDO_GRADIENT]
     kept_back, left = (torch.linalg.vector_norm(trained - sent) for sent in (published, together))
     assert kept_back > 0.4 * torch.linalg.vector_norm(trained)

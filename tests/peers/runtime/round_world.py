@@ -162,7 +162,7 @@ def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
     compute = Compute(setup)
     losses = []
     for batches in rounds:
-        fetch = _fetching(setup, compute.micro_batch, batches)
+        fetch = _fetching(setup, compute.sequences, batches)
         train = setup.config.train.model_copy(update={"accumulate": len(batches)})
         report = train_step(compute.span.forward, fetch, compute.span.inner, compute.lr_step, train, setup.device)
         compute.counters.lr_step += 1
@@ -175,7 +175,7 @@ def gradients(setup: ComputeSetup, weights: dict[int, Tensor], batches: Batches)
     compute = Compute(setup)
     for live in compute.span.inner.lives:
         live.theta.copy_(weights[live.fragment.index])
-    fetch = _fetching(setup, compute.micro_batch, batches)
+    fetch = _fetching(setup, compute.sequences, batches)
     inputs_BT, targets_BT = (torch.cat(part) for part in zip(*(fetch() for _ in batches), strict=True))
     compute.span.inner.zero_grad()
     loss = decoder.loss_of(compute.span.forward(inputs_BT), targets_BT)

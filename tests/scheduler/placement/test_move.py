@@ -331,14 +331,14 @@ def test_a_move_under_way_is_given_up_for_a_new_target_but_not_while_it_switches
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
-    swarm.carry(PeerId("B"), swarm["B"].redirect(range(1, 3), swarm.now))
+    swarm.carry(PeerId("B"), swarm["B"].abandon_unless_to(range(1, 3), swarm.now))
     assert swarm["B"].drains
-    swarm.carry(PeerId("B"), swarm["B"].redirect(range(0, 2), swarm.now))
+    swarm.carry(PeerId("B"), swarm["B"].abandon_unless_to(range(0, 2), swarm.now))
     assert swarm.said("B") == [("failed", "replanned")]
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
     swarm.job("B")
-    assert swarm["B"].redirect(range(0, 2), swarm.now) == []
+    assert swarm["B"].abandon_unless_to(range(0, 2), swarm.now) == []
 
 
 def test_a_lease_ends_with_its_time() -> None:
@@ -422,7 +422,7 @@ def test_a_peer_whose_promise_lets_another_give_up_layers_goes_on_with_its_move(
     swarm.follow_plan("B")
     swarm.deliver_all()
     assert swarm["B"].drains
-    assert swarm["A"].redirect(range(2), swarm.now) == []
+    assert swarm["A"].abandon_unless_to(range(2), swarm.now) == []
     swarm.wake("A", LEASE_WAIT_S)
     swarm.deliver_all()
     assert swarm["A"].phase is MovePhase.LEASING
