@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from decentral.commands.shared import ending_signals, one_line
 from decentral.core import config
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
 from decentral.core.rank_place import ATTEMPT, Place, Split
@@ -225,6 +226,8 @@ def _whole_only(run: config.Config) -> str:
         return f"gossip.algorithm {run.gossip.algorithm}"
     if run.train.moments != "float32":
         return f"train.moments {run.train.moments}"
+    if not OPTIMIZERS[run.train.optimizer].divides:
+        return f"train.optimizer {run.train.optimizer}"
     return "model.lora" if run.model.lora is not None else ""
 
 

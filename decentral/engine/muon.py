@@ -18,12 +18,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import TrainConfig
 from decentral.engine.optimizers import Operands, views
 
 MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one Newton-Schulz iteration, as in Jordan's post and torch
-_ITERATIONS = 5
+_ITERATIONS = OPTIMIZERS["muon"].iterations
 _EPSILON = 1e-7
 BATCH_ELEMENTS = 1 << 24  # a batch of matrices has at most this many elements, each of which takes 24 bytes of memory
 _BF16_SIDE = 256  # CPUs with bf16 units multiply twice as fast in bf16 if a matrix's shorter side is at least this

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from decentral.commands import peer
 from decentral.core import config, rank_place
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.errors import UserError
 from decentral.core.rank_place import Place, Split
 from decentral.engine import compile_caches, launch, measure, memory
@@ -174,6 +176,12 @@ def test_ranks_have_parts_or_compute_together_where_the_user_says_so() -> None:
 def test_what_cannot_be_divided_is_said(split: Split, keys: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         chosen(COPY_BYTES // 2, split, config.load(None, ["model.width=256", "model.depth=8", *keys]))
+
+
+def test_devices_do_not_divide_a_model_whose_optimizer_has_no_divided_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "muon", replace(OPTIMIZERS["muon"], divides=False))
+    with pytest.raises(UserError, match=r"with train\.optimizer muon each device of a peer holds the whole model"):
+        chosen(COPY_BYTES // 2)
 
 
 def test_a_model_whose_parts_do_not_fit_is_refused() -> None:

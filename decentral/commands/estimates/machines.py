@@ -32,7 +32,6 @@ AUTO_SEQUENCES = 16  # a micro-batch has at most this many sequences if `train.m
 BRIEFLY_S = 0.5  # at least so many seconds of steps of SMALL_RUN are timed
 IN_PARTS_ROOM = 1.5  # peers that hold parts of the model need more memory, since several micro-batches are in flight
 CARD = Device(torch.device("cuda"), torch.bfloat16)
-NEWTON_SCHULZ = 5  # iterations of a Muon step, each with three products
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +167,10 @@ def _flops_of_step(run: Config) -> float:
 
 
 def _optimizer_flops(run: Config) -> float:
-    """Return the FLOPs of Muon's matrix products in an optimizer step; 0 for other optimizers."""
-    if not OPTIMIZERS[run.train.optimizer].stretch or run.model.lora is not None:
+    """Return the FLOPs of an optimizer step's Newton-Schulz iterations, each of which has three products."""
+    iterations = OPTIMIZERS[run.train.optimizer].iterations
+    if not iterations or run.model.lora is not None:
         return 0.0
     sides = [(min(shape), max(shape)) for shape in run.model.block_shapes.values()]
     block = sum(4.0 * short**2 * long + 2.0 * short**3 for short, long in sides)
-    return NEWTON_SCHULZ * block * run.model.depth
+    return iterations * block * run.model.depth
