@@ -61,7 +61,7 @@ from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
-STOPPED_S = 5.0  # if a timer event (Woke) comes later than planned by more than this, the process was suspended
+STOPPED_S = 5.0  # if no event comes for more than this while one is due (`wake_at`), the process was suspended
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared, jobs.Undone)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
@@ -80,6 +80,7 @@ class Node:
 
     first_setup: InitVar[NodeSetup]
     phase: NodePhase = NodePhase.JOINING
+    _handled_at: Seconds = 0.0  # when `handle` got its last event
     meter: Meter = field(default_factory=Meter)
     traffic: TrafficCounter = field(default_factory=TrafficCounter)
     handlers: Handlers = field(default_factory=Handlers)
@@ -238,6 +239,11 @@ class Node:
             if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):
                 return [*self.progress.handle(event, now)]
             return []
+        if now - self._handled_at > STOPPED_S and self.routes and self.is_training():
+            late_s = now - max(self._handled_at, self.wake_at or now)
+            if late_s > STOPPED_S:
+                self.routes.was_stopped(late_s)
+        self._handled_at = now
         effects = [*self.handlers.handle(event, event, now)]
         if self.span_manager:
             effects += self.span_manager.settle(now)
@@ -265,10 +271,6 @@ class Node:
         return [*last, *self.witness.last_lines()]
 
     def _woke(self, event: Woke, now: Seconds) -> list[PeerEffect]:
-        if self.routes and self.is_training():
-            late_s = now - (self.wake_at or now)
-            if late_s > STOPPED_S:
-                self.routes.was_stopped(late_s)
         effects: list[PeerEffect] = [*self.roster.handle(event, now)]
         effects += self.record_gossip.handle(event, now)
         if _is_due(self.join.wake_at, now):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from decentral.comm.gossip.gossip_cost import CoresUsed
 from decentral.comm.gossip.tags import BlockingPullTag, PullTag
+from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.pipeline.tags import ForwardTag
 from decentral.comm.rounds.tags import FollowTag
@@ -500,6 +501,24 @@ def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     assert played.node.selection.period_s(0, 1000) == 1.0
     played.node.meter.saw("slow", 10.0, 0.0, 70_000, 0)  # type: ignore[arg-type]
     assert played.node.selection.period_s(0, 200_000) > 10.0
+
+
+def test_a_node_was_suspended_if_no_event_came_and_not_if_a_timer_event_was_long_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the waits for decisions seem shorter, even negative: questions about them then failed at once."""
+    told: list[float] = []
+    monkeypatch.setattr(Router, "was_stopped", lambda _, seconds: told.append(seconds))
+    monkeypatch.setattr(Router, "wake_at", property(lambda _: NOW + 1.0))
+    played = Played("pull", "training")
+    for second in range(1, 30):
+        played.now = NOW + second
+        played.deliver(Woke())
+    assert told == []
+    played.now += 20.0
+    played.ask(1, played.known.peer, messages.Ping(1))
+    played.deliver(Woke())
+    assert told == [20.0]
 
 
 def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossip() -> None:
