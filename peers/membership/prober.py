@@ -3,7 +3,8 @@
 One link is probed at a time, with a pause before the next link, since 1 MiB takes seconds on a home uplink, and peers
 that join at the same time would slow down each other's probes. Later, gossip exchanges measure the downlink
 (comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, and those to much
-nearer peers, uploads over the two fastest links are repeated in turn, at growing intervals.
+nearer peers, uploads over the two fastest links are repeated in turn, at growing intervals. Intervals also grow with
+gossip's windows, since a peer that seldom sends should not use its uplink mostly for probes.
 
 An upload of WARM_UP_BYTES comes first, so that TCP slow start hardly counts, whether or not other messages used the
 connection before. Repeated uploads have LONG_PROBE_BYTES if that takes at most LONG_PROBE_S, or if a shorter one took
@@ -39,6 +40,7 @@ PROBE_STEP = 4  # factor by which uploads shrink after a missed deadline, and gr
 PROBE_AFTER_S = 2.0
 PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubles up to PROBE_EVERY_S
 PROBE_EVERY_S = 120.0
+PROBE_WINDOWS = 4  # the pause may become longer than PROBE_EVERY_S, up to this many gossip windows
 PROBE_SOON_S = 5.0  # while no other peer is known, the next try comes after this time
 PROBE_DEADLINE_S = 20.0
 FIRST_PROBES = ("ping", "ping", "down", "warm up", "up")  # the kinds of probes of a link, in their order
@@ -88,15 +90,17 @@ class Prober:
         """Schedule the first probe, PROBE_AFTER_S from now; the node calls it when this peer starts to train."""
         self.wake_at = now + PROBE_AFTER_S
 
-    def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId]) -> list[Ask]:
+    def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId], window_s: Seconds = 0.0) -> list[Ask]:
         """Handle a wake-up, or a probe's answer or failure, and return the next probe, if any.
 
-        `peers` are the peers that may be probed. If a probe fails, another of these peers is probed instead.
+        `peers` are the peers that may be probed. If a probe fails, another of these peers is probed instead. A wake-up
+        needs `window_s`, the present length of gossip's windows.
         """
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
-                self._again_s = min(2 * self._again_s, PROBE_EVERY_S) if peers else PROBE_AGAIN_S
+                longest_s = max(PROBE_EVERY_S, PROBE_WINDOWS * window_s)
+                self._again_s = min(2 * self._again_s, longest_s) if peers else PROBE_AGAIN_S
                 self._silent.clear()
                 return self._choose(peers)
             case Answered(tag=UploadTag("up"), peer=peer) if self._up_bytes < PROBE_BYTES and self._was_short(event):

@@ -276,7 +276,7 @@ class Node:
         if _is_due(self.join.wake_at, now):
             effects += self._to_join(event, now)
         if _is_due(self.prober.wake_at, now):
-            effects += self.prober.handle(event, now, self.selection.live())
+            effects += self.prober.handle(event, now, self.selection.live(), self.gossip.period_s)
         effects += self.progress.handle(event, now)
         effects += self.gossip.woke(event, now)
         if self.route_planner:

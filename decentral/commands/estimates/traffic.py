@@ -18,7 +18,13 @@ from decentral.comm.wire.meter import WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
-from decentral.peers.membership.prober import LONG_PROBE_BYTES, LONG_PROBE_S, PROBE_BYTES, PROBE_EVERY_S
+from decentral.peers.membership.prober import (
+    LONG_PROBE_BYTES,
+    LONG_PROBE_S,
+    PROBE_BYTES,
+    PROBE_EVERY_S,
+    PROBE_WINDOWS,
+)
 from decentral.peers.runtime.peer_selection import THIN_PARTNERS, WEIGHT_FLOOR, common_need_s, most_windows
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.topology import Topology, sites_of
@@ -222,7 +228,7 @@ def _sent(
     period_N = np.maximum(period_N, cycle_N)
     asked_NN = per_window_NN / period_N[:, None]  # bytes/s that the row's peer pulls from the column's peer
     asked_NN *= _fresh(pulls_NN, period_N)
-    return within_links(topology, asked_NN.T + _probes(_best_up(topology))), cycle_N
+    return within_links(topology, asked_NN.T + _probes(_best_up(topology), period_N)), cycle_N
 
 
 def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:
@@ -280,10 +286,10 @@ def within_links(topology: Topology, sent_NN: Floats) -> Floats:
     return sent_NN
 
 
-def _probes(up_N: Floats) -> Floats:
-    """Return the bytes/s of probes between each two peers; `up_N` are the rates of their uplinks in bytes/s."""
+def _probes(up_N: Floats, period_N: Floats) -> Floats:
+    """Return the bytes/s of probes between each two peers, given their uplinks' bytes/s and their windows' seconds."""
     sent_N = np.where(up_N * LONG_PROBE_S >= LONG_PROBE_BYTES, LONG_PROBE_BYTES, PROBE_BYTES)
-    sent_N = (sent_N + WARM_UP_BYTES) / PROBE_EVERY_S
+    sent_N = (sent_N + WARM_UP_BYTES) / np.maximum(PROBE_EVERY_S, PROBE_WINDOWS * period_N)
     found = np.repeat(sent_N[:, None] / max(1, len(up_N) - 1), len(up_N), axis=1)
     np.fill_diagonal(found, 0.0)
     return found

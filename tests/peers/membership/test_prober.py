@@ -20,6 +20,7 @@ from decentral.peers.membership.prober import (
     PROBE_EVERY_S,
     PROBE_SOON_S,
     PROBE_STEP,
+    PROBE_WINDOWS,
     PROBED_PEERS,
     Prober,
     ProbeTag,
@@ -181,6 +182,14 @@ def test_it_waits_until_it_is_time_and_then_longer_and_longer() -> None:
         probing.handle(Woke(), now, [A])
         waits_s.append((probing.wake_at or 0.0) - now)
     assert waits_s == [PROBE_AGAIN_S, 2 * PROBE_AGAIN_S, 4 * PROBE_AGAIN_S, PROBE_EVERY_S, PROBE_EVERY_S]
+
+
+def test_a_peer_with_long_windows_probes_once_in_a_few_windows_at_last() -> None:
+    probing, window_s = prober(), 100.0
+    for _ in range(8):
+        now = probing.wake_at or 0.0
+        probing.handle(Woke(), now, [A], window_s)
+    assert (probing.wake_at or 0.0) - now == PROBE_WINDOWS * window_s > PROBE_EVERY_S
 
 
 def test_the_link_to_a_much_nearer_peer_is_measured_whenever_it_is_found() -> None:
