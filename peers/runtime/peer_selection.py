@@ -120,9 +120,8 @@ class WindowLengths:
         """Return the upper median of the window lengths that we (`own_s`) and peers with some of our layers need."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
-            records = [one.record for one in self.roster.live.values()]
-            needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
-            self._others = self.roster.changes, sorted(needs)
+            live = [one.record for one in self.roster.live.values() if one.record.window_s]
+            self._others = self.roster.changes, sorted(one.window_s for one in live if one.overlaps(first, last))
         return common_need_s(own_s, self._others[1])
 
     @property
