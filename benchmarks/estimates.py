@@ -39,7 +39,7 @@ from decentral.core.config import Config
 from decentral.core.journal.events import ExchangeLine, JournalEvent, StatusLine, StepLine
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import Recorded, recorded
-from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S
+from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S, PROBE_WINDOWS
 from decentral.peers.runtime.host import CORES_S
 from decentral.peers.runtime.traffic import TRAFFIC_S
 from decentral.scheduler.throughput.plan import throughput_plan
@@ -131,15 +131,16 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     within = [[one for one in lines if begins <= one.t <= ends + TRAFFIC_S] for lines in journals]
     tokens = [[(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine)] for lines in within]
     speed = sum(sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in tokens)
-    sent = sum(map(exchanged_per_s, within)) + count * PROBE_BYTES / PROBE_EVERY_S
+    windows = [
+        sorted({line.event.window_s for line in lines if isinstance(line.event, StatusLine)}) for lines in within
+    ]
+    probes_s = [max(PROBE_EVERY_S, PROBE_WINDOWS * lengths[-1]) for lengths in windows]
+    sent = sum(map(exchanged_per_s, within)) + sum(PROBE_BYTES / one for one in probes_s)
     spent = [processes.spent(pid, begun, ended) for pid, begun, ended in zip(pids, before, after, strict=True)]
     share = sum(one.training for one in spent) / count / (ends - begins)
     loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / share, cores=cores))
     found = forecast(run_config, where, [loaded] * count)
     of_run = {"share": round(share, 3), "cores": round(cores, 3), "tokens_per_s": round(speed, 1)}
-    windows = [
-        sorted({line.event.window_s for line in lines if isinstance(line.event, StatusLine)}) for lines in within
-    ]
     return compared(found, speed / min(1.0, share), [sent]) | of_run | {"real_windows": windows}
 
 
