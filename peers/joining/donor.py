@@ -11,7 +11,7 @@ fetched completely or has expired.
 At most MOST_SERVED newcomers are served at a time, since no piece would arrive before its deadline if many newcomers
 shared a slow uplink. While many pieces wait for the uplink (MOST_OWED_S), only one newcomer is admitted in every
 PIECE_DEADLINE_S; so a newcomer that never stops requesting pieces cannot keep all others out. If all places are taken,
-the newcomer that was admitted first loses its place, and is not admitted again for REST_S: so newcomers that take
+the newcomer that was admitted first loses its place, and is not admitted again for PLACELESS_S: so newcomers that take
 nothing, or never finish, do not keep the places. A newcomer that is not admitted is refused as BUSY.
 """
 
@@ -35,7 +35,7 @@ MOST_SERVED = 8  # at most this many newcomers are served at a time, since fewer
 STRANGERS_SERVED = 4  # at most this many newcomers without a known record are served: an attacker may have many ids
 STRANGER_EXPORTS = 2  # at most this many fragments are encoded or kept only for peers without a known record
 MOST_WAITING = 32  # at most this many requests wait until a fragment is encoded: a quarter of all streams (MAX_STREAMS)
-REST_S = 2 * PIECE_DEADLINE_S  # a newcomer that has lost its place is refused for this long, so that others get it
+PLACELESS_S = 2 * PIECE_DEADLINE_S  # a newcomer that has lost its place is refused for this long, so that others get it
 SERVED_S = 5.0  # a newcomer stays admitted at least this long after its last request or piece
 MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than this to send all waiting pieces
 FP32_BYTES = 4
@@ -217,7 +217,9 @@ class Donor:
             return False
         del self._served[first]
         self._strangers.discard(first)
-        self._resting = {peer: until for peer, until in self._resting.items() if now < until} | {first: now + REST_S}
+        self._resting = {peer: until for peer, until in self._resting.items() if now < until} | {
+            first: now + PLACELESS_S
+        }
         return True
 
     def _owes_much(self, now: Seconds) -> bool:

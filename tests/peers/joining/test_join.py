@@ -23,7 +23,7 @@ from decentral.peers.joining.donor import (
     MOST_OWED_S,
     MOST_SERVED,
     MOST_WAITING,
-    REST_S,
+    PLACELESS_S,
     SERVED_S,
     STRANGER_EXPORTS,
     Donor,
@@ -571,7 +571,7 @@ def test_newcomers_that_never_finish_lose_their_places_one_by_one() -> None:
     """Eight that asked for ever, whether they read the answers or not, kept all others out for ever."""
     greedy, late = [PeerId(f"N{number}") for number in range(MOST_SERVED)], [PeerId("late"), PeerId("later")]
     donor, served = Donor(RUN, FRAGMENTS, uplink=FAST), dict[PeerId, list[int]]()
-    for second in range(int(PIECE_DEADLINE_S + REST_S)):
+    for second in range(int(PIECE_DEADLINE_S + PLACELESS_S)):
         for peer in greedy + late:
             if not busy(donor.asked(second, peer, PULL, 0, float(second))):
                 served.setdefault(peer, []).append(second)
