@@ -73,7 +73,6 @@ METHODS: dict[str, Method] = {
     "thin": Method(code="q1", phi_every=NEVER),
     "thin-q4": Method(phi_every=NEVER),
     "sparse": Method(code="sparse", phi_every=NEVER),
-    "rarer-32": Method(code="sparse", phi_every=NEVER, rarer=32, kept=0.5),
     "rarer-64": Method(code="sparse", phi_every=NEVER, rarer=64, kept=0.5),
     "sparse-whole": Method(code="sparse", phi_every=24),
     "sliced": Method(code="sparse", phi_every=1, slices=24),
@@ -82,6 +81,9 @@ METHODS: dict[str, Method] = {
     "sliced-twice-exp": Method(
         code="sparse", phi_every=1, slices=25, exponential=True, constants=outer_step.Constants(gamma=2.0)
     ),
+    "exact-all": Method(exact=True, partners=NEVER, phi_every=NEVER),
+    "exact-three": Method(exact=True, phi_every=1),
+    "all-64": Method(code="sparse", partners=NEVER, phi_every=NEVER, rarer=64, kept=0.5),
     "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }
 DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"

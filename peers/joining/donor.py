@@ -10,8 +10,9 @@ fetched completely or has expired.
 
 At most MOST_SERVED newcomers are served at a time, since no piece would arrive before its deadline if many newcomers
 shared a slow uplink. While many pieces wait for the uplink (MOST_OWED_S), only one newcomer is admitted in every
-PIECE_DEADLINE_S; so a newcomer that never stops requesting pieces cannot keep all others out. A newcomer that is not
-admitted is refused as BUSY.
+PIECE_DEADLINE_S; so a newcomer that never stops requesting pieces cannot keep all others out. If all places are taken,
+the newcomer that was admitted first loses its place, and is not admitted again for PLACELESS_S: so newcomers that take
+nothing, or never finish, do not keep the places. A newcomer that is not admitted is refused as BUSY.
 """
 
 from collections import Counter
@@ -34,6 +35,7 @@ MOST_SERVED = 8  # at most this many newcomers are served at a time, since fewer
 STRANGERS_SERVED = 4  # at most this many newcomers without a known record are served: an attacker may have many ids
 STRANGER_EXPORTS = 2  # at most this many fragments are encoded or kept only for peers without a known record
 MOST_WAITING = 32  # at most this many requests wait until a fragment is encoded: a quarter of all streams (MAX_STREAMS)
+PLACELESS_S = 2 * PIECE_DEADLINE_S  # a newcomer that has lost its place is refused for this long, so that others get it
 SERVED_S = 5.0  # a newcomer stays admitted at least this long after its last request or piece
 MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than this to send all waiting pieces
 FP32_BYTES = 4
@@ -84,6 +86,7 @@ class Donor:
     _owed: float = 0.0  # bytes queued for the uplink at time `_owed_at`
     _owed_at: Seconds = 0.0
     _admitted_at: Seconds = 0.0
+    _resting: dict[PeerId, Seconds] = field(default_factory=dict)  # until when newcomers that lost their places wait
     _strangers: set[PeerId] = field(default_factory=set)  # the newcomers in `_served` whose records are not known
     _unknown: set[PeerId] = field(default_factory=set)  # peers without a known record whose requests wait
     _encoding: set[ExportName] = field(default_factory=set)
@@ -192,14 +195,31 @@ class Donor:
                 waiting = {sender for questions in self._waiting.values() for _, sender, _ in questions}
                 self._served = {peer: until for peer, until in self._served.items() if now < until or peer in waiting}
                 self._strangers &= self._served.keys()
-            may_wait = now < self._admitted_at + PIECE_DEADLINE_S
-            is_full = len(self._served) >= MOST_SERVED or (may_wait and self._owes_much(now))
-            if is_full or (not known and len(self._strangers) >= STRANGERS_SERVED):
+            turn_over = now >= self._admitted_at + PIECE_DEADLINE_S
+            if now < self._resting.get(newcomer, now) or (not turn_over and self._owes_much(now)):
+                return False
+            full = len(self._served) >= MOST_SERVED or (not known and len(self._strangers) >= STRANGERS_SERVED)
+            if full and not (turn_over and self._end_turn(now, known)):
                 return False
             if not known:
                 self._strangers.add(newcomer)
             self._admitted_at = now
         self._served[newcomer] = max(self._served.get(newcomer, 0.0), now + SERVED_S)
+        return True
+
+    def _end_turn(self, now: Seconds, known: bool) -> bool:
+        """Take the place of the newcomer that was admitted first, and return whether there is a place now.
+
+        A stranger (`known` is False) gets a stranger's place only.
+        """
+        first = next((peer for peer in self._served if known or peer in self._strangers), None)
+        if first is None:
+            return False
+        del self._served[first]
+        self._strangers.discard(first)
+        self._resting = {peer: until for peer, until in self._resting.items() if now < until} | {
+            first: now + PLACELESS_S
+        }
         return True
 
     def _owes_much(self, now: Seconds) -> bool:
@@ -225,7 +245,8 @@ class Donor:
         piece = export.blob[pull.offset : pull.offset + pull.length]
         export.begun[newcomer] += len(piece)
         self._owed, self._owed_at = self._still_owed(now) + len(piece), now
-        self._served[newcomer] = now + SERVED_S + self._owed / self._rate()
+        if newcomer in self._served:
+            self._served[newcomer] = now + SERVED_S + self._owed / self._rate()
         if export.begun[newcomer] >= len(export.blob):  # an export that was sent completely is not kept for strangers
             self._for_strangers.discard((pull.fragment, pull.kept))
         if not piece:

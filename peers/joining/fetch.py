@@ -6,6 +6,10 @@ Pieces of one fragment may come from several donors, since their replicas differ
 decoded by itself. Digests protect each piece in transit (comm/wire/blobs.py). A donor is not asked again after two
 failed requests, but its pieces are kept. Once a fragment is complete, samples of each donor's pieces are compared with
 the same bytes of other peers (peers/joining/cross_check.py).
+
+A donor's uplink may be slow, and other newcomers may share it. So a donor is asked for one piece at first, and for one
+more at a time after each piece that arrives within SOON_S, as TCP's slow start does. With all pieces requested at once,
+three newcomers of a donor at 75 kB/s got every piece after its deadline, and so none at all.
 """
 
 from collections import Counter
@@ -25,16 +29,18 @@ from decentral.core.journal.events import DonorFailedLine
 from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
-from decentral.core.units import MiB, Seconds
+from decentral.core.units import KiB, Seconds
 from decentral.peers.joining import cross_check
 from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
-PIECE_BYTES = 1 * MiB
+PIECE_BYTES = 256 * KiB
 DONORS = 4  # pieces come from at most this many peers at a time, and one more for each fragment that none of them holds
-IN_FLIGHT = 2
+MOST_IN_FLIGHT = 8  # at most this many requests for pieces are open at a donor: 2 MiB
+SOON_S = 2.0  # after a piece that arrived within this time, one more piece is requested from its donor at a time
 FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
+AHEAD_BYTES = 1  # such a request is for this many bytes, so that it takes nothing from a slow uplink
 FAILURES = 2
-PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a donor must send at least 35 kB/s
+PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a newcomer must get at least 9 kB/s
 
 
 @dataclass(slots=True)
@@ -149,6 +155,7 @@ class FetchTag(Tag):
     fragment: int
     offset: int  # byte offset in the fragment's state
     sample_of: PeerId | None = None  # the donor whose bytes a witness checks; None: the request is for a piece
+    ahead: bool = False  # whether the request only has the donor encode the fragment early
 
 
 class StateHolders(Protocol):
@@ -179,12 +186,14 @@ class Fetch:
     known: Sequence[PeerId] = ()  # peers that may be asked to check donors' samples
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # keys: (fragment, offset, donor)
     _in_flight: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of unanswered requests for pieces
-    _ahead: dict[int, PeerId] = field(default_factory=dict)
+    _soon: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of its pieces in a row that came soon
+    _ahead: dict[int, PeerId] = field(default_factory=dict)  # fragment index -> the donor asked to encode it early
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
         """Set the fragments to fetch; the caller then calls `choose`, which chooses donors, and `ask`."""
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
         self.samples.clear()
+        self._ahead.clear()
 
     @property
     def step(self) -> int:
@@ -255,12 +264,12 @@ class Fetch:
         return [one for one in self.incoming.values() if not one.complete()]
 
     def ask(self) -> list[Effect]:
-        """Return requests for the next pieces, up to IN_FLIGHT per donor, and requests in advance (`_ask_ahead`)."""
+        """Return requests for the next pieces, a few per donor, and requests in advance (`_ask_ahead`)."""
         effects: list[Effect] = []
         if all(one.next_offset() is None for one in self.incoming.values()):
             return effects  # every piece has arrived or is requested
-        for position, donor in [*enumerate(self.donors)] * IN_FLIGHT:
-            if self._in_flight[donor] < IN_FLIGHT:
+        for position, donor in [*enumerate(self.donors)] * MOST_IN_FLIGHT:
+            if self._in_flight[donor] < min(MOST_IN_FLIGHT, 1 + self._soon[donor]):
                 effects += self._ask_one(donor, position)
         return effects + [ask for position, donor in enumerate(self.donors) for ask in self._ask_ahead(donor, position)]
 
@@ -271,8 +280,9 @@ class Fetch:
             self.last_piece_at = now if isinstance(event, Answered) else self.last_piece_at
             return self._compare(event, event.tag)
         offset, incoming = event.tag.offset, self.incoming.get(event.tag.fragment)
-        if offset or self._ahead.pop(event.tag.fragment, None) is None:
-            self._in_flight[event.peer] -= 1
+        if event.tag.ahead:
+            return []
+        self._in_flight[event.peer] -= 1
         if incoming is None:
             return []  # this fragment is no longer fetched
         incoming.request_over(offset)
@@ -292,6 +302,7 @@ class Fetch:
         except ProtocolError as error:
             return self._failed(event.peer, error.reason)
         self.last_piece_at = now
+        self._soon[event.peer] += event.seconds <= SOON_S
         self.steps[event.peer] = max(self.steps.get(event.peer, 0), message.step)
         self.used.add(event.peer)
         self.unready[event.peer] = False
@@ -369,11 +380,12 @@ class Fetch:
         return []
 
     def _ask_ahead(self, donor: PeerId, position: int) -> list[Effect]:
-        """Request the first pieces of further fragments, so that this donor encodes them in advance."""
-        room = FRAGMENTS_AHEAD - sum(asked == donor for asked in self._ahead.values())
+        """Request a byte of further fragments, so that this donor encodes them in advance; ignore the answers."""
         untouched = [one for one in self._in_turn(donor, position) if one.total is None and not one.requested]
-        self._ahead |= {one.fragment.index: donor for one in untouched[:room]}
-        return [self._request(donor, one, 0) for one in untouched[:room]]
+        room = FRAGMENTS_AHEAD - sum(self._ahead.get(one.fragment.index) == donor for one in untouched)
+        first = [one for one in untouched if one.fragment.index not in self._ahead][: max(0, room)]
+        self._ahead |= {one.fragment.index: donor for one in first}
+        return [self._question(donor, one, 0, AHEAD_BYTES) for one in first]
 
     def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
         """Return this donor's fragments, rotated by `position`, so that donors start with different fragments."""
@@ -384,8 +396,11 @@ class Fetch:
     def _request(self, donor: PeerId, incoming: Incoming, offset: int) -> Ask:
         incoming.requested.add(offset)
         self.unready.setdefault(donor, False)
-        question = Envelope(StateRequest(self.run, incoming.fragment.index, offset, PIECE_BYTES, incoming.retained))
-        tag = self.tag(incoming.fragment.index, offset)
+        return self._question(donor, incoming, offset, PIECE_BYTES)
+
+    def _question(self, donor: PeerId, incoming: Incoming, offset: int, length: int) -> Ask:
+        question = Envelope(StateRequest(self.run, incoming.fragment.index, offset, length, incoming.retained))
+        tag = self.tag(incoming.fragment.index, offset, ahead=length == AHEAD_BYTES)
         return Ask(tag, donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
@@ -395,6 +410,7 @@ class Fetch:
             self.busy += 1
             return self._not_now(donor)
         self.failures[donor] += 1
+        self._soon[donor] = 0
         if self.failures[donor] == FAILURES:
             return [Log(DonorFailedLine(peer=donor, reason=reason)), *self._not_now(donor)]
         return self.ask()

@@ -19,6 +19,7 @@ from functools import lru_cache
 from random import Random
 from typing import ClassVar
 
+from decentral.comm.net.uplink_queue import PROBE_HOLD_S
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
 from decentral.comm.wire.meter import WARM_UP_BYTES, Meter, Upload
@@ -29,7 +30,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import KiB, MiB, Seconds
 
 PROBED_PEERS = 3  # at first, links to this many peers are probed; after that, only the two fastest links again
-PROBE_BYTES = 1 * MiB  # an upload has this size until one misses its deadline
+PROBE_BYTES = 1 * MiB  # an upload has this size until one misses its deadline, or would take over PROBE_HOLD_S
 DOWN_PROBE_BYTES = 256 * KiB  # downloads are small, because other newcomers may use the same peer's uplink
 LONG_PROBE_BYTES = MAX_PROBE_BYTES  # such an upload takes longer than TCP slow start, which would hide the link's rate
 LONG_PROBE_S = 2.0  # uploads of LONG_PROBE_BYTES are repeated over links that need at most this long for one
@@ -109,6 +110,9 @@ class Prober:
                 return self._next()
             case Answered(tag=UploadTag("up again"), peer=peer) if self._was_short(event):
                 self._queue.insert(0, (peer, "long up"))
+                return self._next()
+            case Answered(tag=WarmUpTag()) if PROBE_STEP * event.seconds > PROBE_HOLD_S:
+                self._up_bytes = min(self._up_bytes, PROBE_BYTES // PROBE_STEP)  # others' messages wait meanwhile
                 return self._next()
             case Answered(tag=ProbeTag()):
                 return self._next()

@@ -23,16 +23,19 @@ from decentral.peers.joining.donor import (
     MOST_OWED_S,
     MOST_SERVED,
     MOST_WAITING,
+    PLACELESS_S,
     SERVED_S,
     STRANGER_EXPORTS,
     Donor,
 )
 from decentral.peers.joining.fetch import (
+    AHEAD_BYTES,
     DONORS,
     FRAGMENTS_AHEAD,
-    IN_FLIGHT,
+    MOST_IN_FLIGHT,
     PIECE_BYTES,
     PIECE_DEADLINE_S,
+    SOON_S,
     Fetch,
     Incoming,
 )
@@ -564,8 +567,29 @@ def test_a_newcomer_that_never_stops_asking_does_not_keep_the_others_out() -> No
     assert lets_in(donor, "late", PIECE_DEADLINE_S)
 
 
+def test_newcomers_that_never_finish_lose_their_places_one_by_one() -> None:
+    """Eight that asked for ever, whether they read the answers or not, kept all others out for ever."""
+    greedy, late = [PeerId(f"N{number}") for number in range(MOST_SERVED)], [PeerId("late"), PeerId("later")]
+    donor, served = Donor(RUN, FRAGMENTS, uplink=FAST), dict[PeerId, list[int]]()
+    for second in range(int(PIECE_DEADLINE_S + PLACELESS_S)):
+        for peer in greedy + late:
+            if not busy(donor.asked(second, peer, PULL, 0, float(second))):
+                served.setdefault(peer, []).append(second)
+        donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, float(second))
+    assert [served[peer][0] for peer in late] == [PIECE_DEADLINE_S, 2 * PIECE_DEADLINE_S]
+    assert served[greedy[0]] == list(range(int(PIECE_DEADLINE_S) + 1))
+
+
+def test_a_stranger_takes_no_place_of_a_known_newcomer() -> None:
+    donor = serving(1e9, *[f"N{number}" for number in range(MOST_SERVED)])
+    for number in range(MOST_SERVED):
+        donor.asked(number, PeerId(f"N{number}"), PULL, 0, PIECE_DEADLINE_S)
+    assert busy(donor.asked(99, PeerId("stranger"), PULL, 0, PIECE_DEADLINE_S, known=False))
+    assert not busy(donor.asked(99, PeerId("late"), PULL, 0, PIECE_DEADLINE_S))
+
+
 def test_a_donor_that_has_not_measured_its_uplink_takes_it_for_a_slow_one() -> None:
-    donor = serving(None, "A", "B", "C", "D", "E")
+    donor = serving(None, *4 * ["A", "B", "C", "D", "E"])  # 5 MiB
     assert not lets_in(donor, "late", 1.0)
     assert lets_in(donor, "late", PIECE_DEADLINE_S / 2)
 
@@ -581,25 +605,65 @@ def test_newcomers_that_wait_for_an_export_leave_room_for_other_questions() -> N
     assert len(donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, 0.0)) == MOST_WAITING
 
 
-def ahead(count: int) -> tuple[Fetch, list[int]]:
-    """A fetch of so many fragments from one donor that has not answered yet, and the fragments that it is asked for."""
+def ahead(count: int) -> tuple[Fetch, list[Ask]]:
+    """A fetch of so many fragments from one donor that has not answered yet, and its questions."""
     fragments = [Fragment(number, number, number + 1, 400_000) for number in range(count)]
     fetch = Fetch(RUN, JoinTag, Random(0), AnyHolder())
     fetch.begin((Incoming(fragment, LAYOUT) for fragment in fragments), 100.0)
     fetch.choose([A])
-    return fetch, [of_fragment(ask) for ask in fetch.ask() if isinstance(ask, Ask)]
+    return fetch, questions(fetch.ask())
 
 
-def test_a_donor_may_encode_the_next_fragments_while_the_first_ones_are_on_their_way() -> None:
+def questions(effects: list[Effect]) -> list[Ask]:
+    return [effect for effect in effects if isinstance(effect, Ask)]
+
+
+def lengths(asks: Sequence[Ask]) -> list[int]:
+    return [ask.envelope.message.length for ask in asks if isinstance(ask.envelope.message, StateRequest)]
+
+
+def piece_of(ask: Ask, seconds: Seconds) -> Answered:
+    """The answer to a question for a piece, which has come after so many seconds."""
+    assert isinstance(ask.tag, JoinTag)
+    piece = bytes(min(PIECE_BYTES, SIZE - ask.tag.offset))
+    chunk = StateChunk(RUN, ask.tag.fragment, ask.tag.offset, SIZE, 50, LAYOUT)
+    return Answered(ask.tag, A, Envelope(chunk, piece), seconds, 0.1, 10, 10)
+
+
+def test_a_donor_may_encode_the_next_fragments_while_the_first_one_is_on_its_way() -> None:
     _, asked = ahead(count=20)
-    assert asked == list(range(IN_FLIGHT + FRAGMENTS_AHEAD))
+    assert [of_fragment(ask) for ask in asked] == list(range(1 + FRAGMENTS_AHEAD))
+    assert lengths(asked) == [PIECE_BYTES] + [AHEAD_BYTES] * FRAGMENTS_AHEAD
 
 
-def test_a_piece_that_was_asked_for_ahead_leaves_room_for_another() -> None:
+def test_a_fragment_of_which_a_piece_is_here_leaves_room_to_encode_another() -> None:
     fetch, asked = ahead(count=20)
-    chunk = StateChunk(RUN, asked[-1], 0, SIZE, 50, LAYOUT)
-    answered = Answered(JoinTag(asked[-1], 0), A, Envelope(chunk, bytes(PIECE_BYTES)), 1.0, 1.0, 10, 10)
-    assert [of_fragment(ask) for ask in fetch.handle(answered, 101.0) if isinstance(ask, Ask)] == [len(asked)]
+    assert fetch.handle(piece_of(asked[1], 0.1), 100.1) == []  # what says that it is encoded changes nothing
+    chunk = StateChunk(RUN, 1, 0, SIZE, 50, LAYOUT)
+    answered = Answered(JoinTag(1, 0), A, Envelope(chunk, bytes(PIECE_BYTES)), 1.0, 1.0, 10, 10)
+    fetch.handle(piece_of(asked[0], SOON_S), 101.0)
+    (early,) = [ask for ask in questions(fetch.handle(answered, 101.0)) if lengths([ask]) == [AHEAD_BYTES]]
+    assert of_fragment(early) == len(asked)
+
+
+def test_a_donor_is_asked_for_more_pieces_at_a_time_only_while_they_come_soon() -> None:
+    """All at once, three newcomers of a donor at 75 kB/s got each piece after its deadline, and so none at all."""
+    fetch, asked = ahead(count=20)
+    waiting = [asked[0]]
+    for seconds, at_a_time in ((2 * SOON_S, 1), (SOON_S, 2), (0.1, 3), (2 * SOON_S, 3)):
+        waiting += [
+            ask for ask in questions(fetch.handle(piece_of(waiting.pop(0), seconds), 101.0)) if lengths([ask])[0] > 1
+        ]
+        assert len(waiting) == at_a_time
+    for _ in range(2 * MOST_IN_FLIGHT):
+        waiting += [
+            ask for ask in questions(fetch.handle(piece_of(waiting.pop(0), 0.1), 102.0)) if lengths([ask])[0] > 1
+        ]
+    assert len(waiting) == MOST_IN_FLIGHT
+    fetch.handle(AskFailed(waiting.pop(0).tag, A, Reason.DEADLINE, PIECE_DEADLINE_S), 140.0)
+    while waiting:
+        asked = questions(fetch.handle(piece_of(waiting.pop(0), 2 * SOON_S), 141.0))
+    assert len(asked) == 1
 
 
 def test_a_fragment_that_is_whole_is_not_asked_for_again() -> None:

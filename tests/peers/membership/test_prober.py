@@ -41,8 +41,8 @@ def only_ask(effects: list[Ask]) -> Ask:
     return ask
 
 
-def answered(probing: Prober, ask: Ask) -> list[Ask]:
-    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 2.0, 0.1, 10, 10), 11.0, [A])
+def answered(probing: Prober, ask: Ask, seconds: float = 1.0) -> list[Ask]:
+    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), seconds, 0.1, 10, 10), 11.0, [A])
 
 
 def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
@@ -55,6 +55,16 @@ def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
     assert asks[2].envelope.message == Probe(DOWN_PROBE_BYTES)
     assert [len(ask.envelope.blob) for ask in asks[3:]] == [WARM_UP_BYTES, PROBE_BYTES]
     assert [ask.tag.measures_link for ask in asks[3:]] == [False, True]
+
+
+def test_an_uplink_that_a_long_upload_would_fill_for_many_seconds_gets_a_short_one() -> None:
+    """At 75 kB/s 1 MiB took 14 s, in which newcomers waited for the same uplink."""
+    probing = prober()
+    ask = only_ask(probing.handle(Woke(), 10.0, [A]))
+    while not isinstance(ask.tag, WarmUpTag):
+        ask = only_ask(answered(probing, ask))
+    measured = only_ask(answered(probing, ask, seconds=3.5))
+    assert len(measured.envelope.blob) == PROBE_BYTES // PROBE_STEP
 
 
 def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:

@@ -14,7 +14,7 @@ from decentral.core.jobs import ChangeSpan, SpanChanged
 from decentral.core.journal.events import MoveLine
 from decentral.core.machine import Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.peers.joining.fetch import FAILURES
+from decentral.peers.joining.fetch import FAILURES, PIECE_BYTES
 from decentral.scheduler.placement.move import (
     DRAIN_MOST_S,
     FETCH_STALLED_S,
@@ -304,7 +304,7 @@ def test_what_nobody_holds_but_somebody_retains_comes_from_there() -> None:
     swarm.retained[2] = [PeerId("A")]
     swarm.begin("B", range(1, 3))
     (_, ask) = swarm.asks[0]
-    assert (ask.to, ask.envelope.message) == ("A", StateRequest(RUN, 2, 0, 1 << 20, kept=True))
+    assert (ask.to, ask.envelope.message) == ("A", StateRequest(RUN, 2, 0, PIECE_BYTES, kept=True))
     swarm.deliver_all()
     assert [index for index, _, _ in swarm.job("B").blobs] == [2]
 
