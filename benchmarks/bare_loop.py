@@ -30,7 +30,6 @@ from decentral.engine import measure
 from decentral.engine.inner import FINAL_RATE
 from decentral.engine.muon import product_dtype
 from decentral.engine.optimizers import BETA1, BETA2
-from decentral.engine.step import flush_denormals
 from decentral.model import decoder
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
@@ -47,7 +46,7 @@ def main() -> None:
     interval = [time.time() + args.warm_up, args.seconds] if not args.wait else [time.time() + UNKNOWN_S, args.seconds]
     if args.wait:
         threading.Thread(target=_read_beginning, args=(interval,), daemon=True).start()
-    flush_denormals()
+    torch.set_flush_denormal(True)
     device = measure.choose(args.device, run.train.dtype, 1.0, 0.0)
     layers = decoder.build(run.model, run.seed)
     model = nn.Sequential(*layers).to(device.device)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from decentral.core import config, rng
 from decentral.data import corpora
 from decentral.engine.optimizers import BETA1, BETA2
-from decentral.engine.step import Chain, Device, flush_denormals, held_out_loss
+from decentral.engine.step import Chain, Device, held_out_loss
 from decentral.model import decoder
 
 STARTUP_S = 120.0  # hivemind's own 15 s for its daemon to start is too short on a loaded machine
@@ -40,7 +40,7 @@ SHUTDOWN_S = 5.0
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)  # several peers share this machine, as in decentral.local
-    flush_denormals()
+    torch.set_flush_denormal(True)
     run = config.load(args.config, args.set)
     model = nn.Sequential(*decoder.build(run.model, run.seed))
     corpus = corpora.corpus(run.data, run.model)

@@ -24,7 +24,6 @@ from decentral.core import config
 from decentral.data import corpora
 from decentral.data.source import Reading
 from decentral.engine.inner import rate_at
-from decentral.engine.step import flush_denormals
 from decentral.model import decoder
 
 LINE_S = 1.0
@@ -63,7 +62,7 @@ class Trainee:
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(1)  # several peers share this machine, as in decentral.local
-        flush_denormals()  # as in decentral.peer
+        torch.set_flush_denormal(True)  # as in decentral.peer
         self.setup, self.run = setup, config.load(None, setup.overrides)
         self.layers = decoder.build(self.run.model, self.run.seed)
         self.model = nn.Sequential(*self.layers)

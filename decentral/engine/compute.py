@@ -31,7 +31,15 @@ from decentral.engine import accelerator, checkpoint, measure
 from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
 from decentral.engine.span import Span
-from decentral.engine.step import Device, QueuedStep, flush_denormals, held_out_part, parts_of, queue_step, steps_ahead
+from decentral.engine.step import (
+    Device,
+    QueuedStep,
+    flushed_denormals,
+    held_out_part,
+    parts_of,
+    queue_step,
+    steps_ahead,
+)
 from decentral.engine.threads import Failure, JobThreads, Phase, Program
 from decentral.model import decoder
 from decentral.model.start_weights import StartWeightsError
@@ -130,6 +138,7 @@ class Compute(JobRunner):
         self._trained = now, used, trained_s + max(0.0, min(used - before, now - then))
         return self._trained[2] * torch.get_num_threads()
 
+    @flushed_denormals()
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:
         """Take steps and do jobs on the calling thread, until the job Finish was submitted and all jobs are done.
 
@@ -139,7 +148,6 @@ class Compute(JobRunner):
             report: Gets the outcome of each step and job. The training thread and the worker call it.
         """
         threads, account = self.threads, self.counters.time
-        flush_denormals()
         if hasattr(time, "pthread_getcpuclockid"):
             clock = time.pthread_getcpuclockid(threading.get_ident())
             self._clock = lambda: time.clock_gettime(clock)

@@ -50,7 +50,7 @@ from decentral.engine.step import (
     LossModule,
     ModelForward,
     Replica,
-    flush_denormals,
+    flushed_denormals,
     held_out_part,
     train_step,
 )
@@ -321,6 +321,7 @@ def build_whole(run: config.Config, device: torch.device) -> BuiltReplica:
     return BuiltReplica(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
 
 
+@flushed_denormals()
 def follow(island: Island, assignment: Assignment, device: Device) -> BuiltReplica:
     """Carry out the orders of rank 0 until it finishes, and return the trained model.
 
@@ -335,7 +336,6 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
     """
     from decentral.engine import sharded  # imported here, since it loads DTensor (60 MB), for islands only
 
-    flush_denormals()
     run = assignment.run
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
     island.hold(replica)

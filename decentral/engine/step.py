@@ -6,7 +6,7 @@ Start reading at `queue_step`. `Counters` counts a peer's steps and tokens, and 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,13 +27,18 @@ Fetch = Callable[[], Batch]
 """Returns the next micro-batch."""
 
 
-def flush_denormals() -> None:
-    """Make the calling thread, and each thread that it starts, treat denormals (numbers below 1.2e-38) as zero.
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Let the calling thread, and threads that it starts meanwhile, treat denormals (numbers below 1.2e-38) as zero.
 
-    Call it in a thread that trains. Processors compute with denormals up to a hundred times more slowly: after 50
+    For a thread that trains. Processors compute with denormals up to a hundred times more slowly: after 50
     steps of 85 M parameters with AdamW, they made a step 1.4 times as long. GPUs are not affected.
     """
     torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 class TimeAccount:

@@ -231,10 +231,7 @@ class SpanMove:
 
     @property
     def given_up(self) -> list[int]:
-        """Return the fragments that this peer gives up by the move under way; [] without a move.
-
-        (`why` "lost" is about layers that no peer holds: recover.py.)
-        """
+        """Return the fragments that this peer gives up by the move under way; [] without a move."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
     def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:

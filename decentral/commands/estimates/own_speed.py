@@ -23,7 +23,7 @@ from decentral.core.units import readable_bytes
 from decentral.engine.measure import choose, machine_bytes
 from decentral.engine.memory import keep_what_is_freed, needs
 from decentral.engine.span import Span
-from decentral.engine.step import flush_denormals, train_step
+from decentral.engine.step import flushed_denormals, train_step
 
 WHOLE_PARAMETERS = 20e6  # a model with at most this many parameters is timed itself
 FEWER_BLOCKS = (1, 3)  # for a larger model, two models with these numbers of blocks are timed
@@ -80,11 +80,11 @@ def _timed_runs(run: Config) -> list[Config]:
     return fewer if sum(fewer[-1].model.layer_parameters[1:]) <= MOST_PARAMETERS else [narrowed(run)]
 
 
+@flushed_denormals()
 def _alone(run: Config, threads: int, timed_s: float) -> float:
     """Return the seconds of a step in this process, with `threads` threads."""
     torch.set_num_threads(threads)
     keep_what_is_freed()
-    flush_denormals()
     runs = _timed_runs(run)
     took_s = [_timed(one, timed_s) for one in runs]
     if len(runs) == 1:
