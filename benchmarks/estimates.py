@@ -39,7 +39,7 @@ from decentral.core.config import Config
 from decentral.core.journal.events import ExchangeLine, JournalEvent, StatusLine, StepLine
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import Recorded, recorded
-from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S, PROBE_WINDOWS
+from decentral.peers.membership.prober import PROBE_BYTES, longest_pause_s
 from decentral.peers.runtime.host import CORES_S
 from decentral.peers.runtime.traffic import TRAFFIC_S
 from decentral.scheduler.throughput.plan import throughput_plan
@@ -134,8 +134,7 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     windows = [
         sorted({line.event.window_s for line in lines if isinstance(line.event, StatusLine)}) for lines in within
     ]
-    probes_s = [max(PROBE_EVERY_S, PROBE_WINDOWS * lengths[-1]) for lengths in windows]
-    sent = sum(map(exchanged_per_s, within)) + sum(PROBE_BYTES / one for one in probes_s)
+    sent = sum(map(exchanged_per_s, within)) + sum(PROBE_BYTES / longest_pause_s(lengths[-1]) for lengths in windows)
     spent = [processes.spent(pid, begun, ended) for pid, begun, ended in zip(pids, before, after, strict=True)]
     share = sum(one.training for one in spent) / count / (ends - begins)
     loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / share, cores=cores))

@@ -155,7 +155,7 @@ class FetchTag(Tag):
     fragment: int
     offset: int  # byte offset in the fragment's state
     sample_of: PeerId | None = None  # the donor whose bytes a witness checks; None: the request is for a piece
-    ahead: bool = False  # whether the request only has the donor encode the fragment early
+    ahead: bool = False  # True: the request is only there so that the donor encodes the fragment early
 
 
 class StateHolders(Protocol):
@@ -186,7 +186,7 @@ class Fetch:
     known: Sequence[PeerId] = ()  # peers that may be asked to check donors' samples
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # keys: (fragment, offset, donor)
     _in_flight: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of unanswered requests for pieces
-    _soon: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of its pieces in a row that came soon
+    _soon: Counter[PeerId] = field(default_factory=Counter)  # donor -> its pieces within SOON_S since its last failure
     _ahead: dict[int, PeerId] = field(default_factory=dict)  # fragment index -> the donor asked to encode it early
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
@@ -385,7 +385,7 @@ class Fetch:
         room = FRAGMENTS_AHEAD - sum(self._ahead.get(one.fragment.index) == donor for one in untouched)
         first = [one for one in untouched if one.fragment.index not in self._ahead][: max(0, room)]
         self._ahead |= {one.fragment.index: donor for one in first}
-        return [self._question(donor, one, 0, AHEAD_BYTES) for one in first]
+        return [self._question(donor, one, 0, ahead=True) for one in first]
 
     def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
         """Return this donor's fragments, rotated by `position`, so that donors start with different fragments."""
@@ -396,11 +396,12 @@ class Fetch:
     def _request(self, donor: PeerId, incoming: Incoming, offset: int) -> Ask:
         incoming.requested.add(offset)
         self.unready.setdefault(donor, False)
-        return self._question(donor, incoming, offset, PIECE_BYTES)
+        return self._question(donor, incoming, offset, ahead=False)
 
-    def _question(self, donor: PeerId, incoming: Incoming, offset: int, length: int) -> Ask:
+    def _question(self, donor: PeerId, incoming: Incoming, offset: int, ahead: bool) -> Ask:
+        length = AHEAD_BYTES if ahead else PIECE_BYTES
         question = Envelope(StateRequest(self.run, incoming.fragment.index, offset, length, incoming.retained))
-        tag = self.tag(incoming.fragment.index, offset, ahead=length == AHEAD_BYTES)
+        tag = self.tag(incoming.fragment.index, offset, ahead=ahead)
         return Ask(tag, donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:

@@ -74,6 +74,11 @@ class WarmUpTag(UploadTag):
     measures_link: ClassVar[bool] = False
 
 
+def longest_pause_s(window_s: Seconds) -> Seconds:
+    """Return the longest pause between two probes in seconds, given the length of gossip's windows in seconds."""
+    return max(PROBE_EVERY_S, PROBE_WINDOWS * window_s)
+
+
 @dataclass(slots=True)
 class Prober:
     """The state machine that probes the link to one peer at each wake-up: with pings, a download and uploads."""
@@ -100,8 +105,7 @@ class Prober:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
-                longest_s = max(PROBE_EVERY_S, PROBE_WINDOWS * window_s)
-                self._again_s = min(2 * self._again_s, longest_s) if peers else PROBE_AGAIN_S
+                self._again_s = min(2 * self._again_s, longest_pause_s(window_s)) if peers else PROBE_AGAIN_S
                 self._silent.clear()
                 return self._choose(peers)
             case Answered(tag=UploadTag("up"), peer=peer) if self._up_bytes < PROBE_BYTES and self._was_short(event):
@@ -112,7 +116,8 @@ class Prober:
                 self._queue.insert(0, (peer, "long up"))
                 return self._next()
             case Answered(tag=WarmUpTag()) if PROBE_STEP * event.seconds > PROBE_HOLD_S:
-                self._up_bytes = min(self._up_bytes, PROBE_BYTES // PROBE_STEP)  # others' messages wait meanwhile
+                # A short upload, since our queued messages wait while it runs.
+                self._up_bytes = min(self._up_bytes, PROBE_BYTES // PROBE_STEP)
                 return self._next()
             case Answered(tag=ProbeTag()):
                 return self._next()

@@ -83,9 +83,8 @@ class SpanManager:
         if move.why == "plan" and (plans.adopted is not None or move.phase is MovePhase.LEASING):
             effects += self._carry_out(move.abandon_unless_to(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
-            effects += self._carry_out(
-                move.abandon_unless_to(move.held, now), now
-            )  # another peer has taken the layers: cancel
+            # Another peer has taken the layers.
+            effects += self._carry_out(move.abandon_unless_to(move.held, now), now)
         brought = [index for index in move.target if index not in move.held and not self.holders(index)]
         if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING and not brought:
             effects += self._carry_out(move.abandon_unless_to(move.held, now), now)  # lost layers are more urgent

@@ -35,8 +35,9 @@ RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
 SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
 GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises this share more tokens/s
-# Idle peers get no layers unless a plan without them loses this share of its throughput. Five to seven cost 24 machines
-# in ten cities 34% to 50%: micro-batches went to them, were refused behind them, and were computed twice.
+# Idle peers get no layers unless a plan without them loses this share of its throughput. In a swarm of 24 machines,
+# five to seven idle peers with layers cost 34% to 50% of the throughput: micro-batches that they had taken were refused
+# by the next peers, and were computed twice.
 LOST_BY_ROUTES = 0.05
 IDLE_NAMED = 8  # a plan's reason names at most this many peers without layers
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded

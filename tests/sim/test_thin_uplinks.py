@@ -1,4 +1,4 @@
-"""Newcomers whose only donor has a thin uplink: the real peers and states of synthetic bytes, in virtual time."""
+"""Newcomers whose only donor has a thin uplink, in virtual time: real state machines, and states of synthetic bytes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ PEERS = 4
 
 
 class Joins:
-    """Watches a run: when each peer began to train, in virtual seconds since its start."""
+    """A watch of a run that records how many virtual seconds each peer needed from its start to its join."""
 
     def __init__(self) -> None:
         self.seconds: dict[PeerId, Seconds] = {}

@@ -18,13 +18,7 @@ from decentral.comm.wire.meter import WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
-from decentral.peers.membership.prober import (
-    LONG_PROBE_BYTES,
-    LONG_PROBE_S,
-    PROBE_BYTES,
-    PROBE_EVERY_S,
-    PROBE_WINDOWS,
-)
+from decentral.peers.membership.prober import LONG_PROBE_BYTES, LONG_PROBE_S, PROBE_BYTES, longest_pause_s
 from decentral.peers.runtime.peer_selection import THIN_PARTNERS, WEIGHT_FLOOR, common_need_s, most_windows
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.topology import Topology, sites_of
@@ -289,7 +283,7 @@ def within_links(topology: Topology, sent_NN: Floats) -> Floats:
 def _probes(up_N: Floats, period_N: Floats) -> Floats:
     """Return the bytes/s of probes between each two peers, given their uplinks' bytes/s and their windows' seconds."""
     sent_N = np.where(up_N * LONG_PROBE_S >= LONG_PROBE_BYTES, LONG_PROBE_BYTES, PROBE_BYTES)
-    sent_N = (sent_N + WARM_UP_BYTES) / np.maximum(PROBE_EVERY_S, PROBE_WINDOWS * period_N)
+    sent_N = (sent_N + WARM_UP_BYTES) / [longest_pause_s(one) for one in period_N.tolist()]
     found = np.repeat(sent_N[:, None] / max(1, len(up_N) - 1), len(up_N), axis=1)
     np.fill_diagonal(found, 0.0)
     return found

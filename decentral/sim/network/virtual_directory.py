@@ -35,7 +35,8 @@ class StoredKey:
     """The records under one key, by subkey: the versions of each, and a cache of the newest ones that are valid."""
 
     versions: dict[str, list[Version]] = field(default_factory=dict)  # at most VERSIONS_KEPT of each, oldest first
-    _newest: dict[str, bytes] = field(default_factory=dict)  # for readers' clocks from `_since` until `_expires`
+    # The newest valid versions, a cache for readers whose clocks show `_since` or later, and not yet `_expires`:
+    _newest: dict[str, bytes] = field(default_factory=dict)
     _since: Seconds = -math.inf
     _expires: Seconds = math.inf
 

@@ -647,7 +647,7 @@ def test_a_fragment_of_which_a_piece_is_here_leaves_room_to_encode_another() -> 
 
 
 def test_a_donor_is_asked_for_more_pieces_at_a_time_only_while_they_come_soon() -> None:
-    """All at once, three newcomers of a donor at 75 kB/s got each piece after its deadline, and so none at all."""
+    """When three newcomers requested all pieces at once from a donor at 75 kB/s, each piece missed its deadline."""
     fetch, asked = ahead(count=20)
     waiting = [asked[0]]
     for seconds, at_a_time in ((2 * SOON_S, 1), (SOON_S, 2), (0.1, 3), (2 * SOON_S, 3)):
