@@ -96,7 +96,7 @@ def test_a_violation_is_exit_1_and_says_how_to_see_it_again(
     assert "violated: baseline: " in err
     assert "s of virtual time" in err
     assert "seed 5, 3 peers, faults: crash 1 at 12; restart 1 at 15" in err
-    assert re.search(r"^ +\d\.\d+ \w+\(", err, re.MULTILINE)
+    assert re.search(r"^ +2\.\d+ \w+\(", err, re.MULTILINE)
     assert "again: python -m decentral.simulate --peers 3 --seconds 30 --seed 5" in err
 
 
