@@ -42,6 +42,8 @@ PROBE_AFTER_S = 2.0
 PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubles up to PROBE_EVERY_S
 PROBE_EVERY_S = 120.0
 PROBE_WINDOWS = 4  # the pause may become longer than PROBE_EVERY_S, up to this many gossip windows
+# Each pause is a random share of these times, so that peers which started together do not probe at the same instants.
+SPREAD = (0.5, 1.5)
 PROBE_SOON_S = 5.0  # while no other peer is known, the next try comes after this time
 PROBE_DEADLINE_S = 20.0
 FIRST_PROBES = ("ping", "ping", "down", "warm up", "up")  # the kinds of probes of a link, in their order
@@ -93,8 +95,8 @@ class Prober:
     _failed: set[PeerId] = field(default_factory=set)  # peers whose probe has failed; they are never preferred
 
     def begin(self, now: Seconds) -> None:
-        """Schedule the first probe, PROBE_AFTER_S from now; the node calls it when this peer starts to train."""
-        self.wake_at = now + PROBE_AFTER_S
+        """Schedule the first probe, about PROBE_AFTER_S from now; the node calls it when this peer starts to train."""
+        self.wake_at = now + self._pause(PROBE_AFTER_S)
 
     def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId], window_s: Seconds = 0.0) -> list[Ask]:
         """Handle a wake-up, or a probe's answer or failure, and return the next probe, if any.
@@ -104,7 +106,7 @@ class Prober:
         """
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
-                self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
+                self.wake_at = now + (self._pause(self._again_s) if peers else PROBE_SOON_S)
                 self._again_s = min(2 * self._again_s, longest_pause_s(window_s)) if peers else PROBE_AGAIN_S
                 self._silent.clear()
                 return self._choose(peers)
@@ -125,12 +127,15 @@ class Prober:
                 if isinstance(event.tag, UploadTag) and event.reason == Reason.DEADLINE:
                     if self._up_bytes > LEAST_PROBE_BYTES:  # the uplink may have become slower
                         self._again_s = PROBE_AGAIN_S
-                        self.wake_at = now + PROBE_DEADLINE_S + PROBE_AGAIN_S
+                        self.wake_at = now + PROBE_DEADLINE_S + self._pause(PROBE_AGAIN_S)
                     self._up_bytes = max(LEAST_PROBE_BYTES, self._up_bytes // PROBE_STEP)
                 self._silent.add(event.peer)
                 self._failed.add(event.peer)
                 return self._choose([peer for peer in peers if peer not in self._silent])
         return []
+
+    def _pause(self, mean_s: Seconds) -> Seconds:
+        return mean_s * self.rng.uniform(*SPREAD)
 
     def _was_short(self, upload: Answered) -> bool:
         """Return whether an upload was too short to show our bandwidth, or TCP slow start explains its duration."""
