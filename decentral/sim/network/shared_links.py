@@ -1,11 +1,11 @@
 """Compute how long transfers on shared links take, by an event-driven fluid model. Start at `SharedLinks.start`.
 
-All transfers of a sender have equal shares of its uplink, all transfers to a receiver have equal shares of its
-downlink, and all transfers on the link between two peers have equal shares of that link. The peers of a site may share
-a link: all transfers that leave the site have equal shares of its uplink, and all that enter it of its downlink. A
-transfer sends at the smallest of its shares. A transfer that waits for acknowledgements (congestion.py) has no share.
-If a transfer cannot use all of a share, the rest stays unused. So transfers are slower than in reality, but the start
-or end of a transfer affects only the other transfers of its sender, its receiver and their sites.
+All transfers of a sender share its uplink, all transfers to a receiver share its downlink, and all transfers on the
+link between two peers share that link. The peers of a site may share a link, too: one for all transfers that leave the
+site, and one for all that enter it. Shares are nearly max-min fair, as TCP's are: each transfer has at least an equal
+share of each of its links, and what one cannot use, the others of the link get. A transfer that waits for
+acknowledgements (congestion.py) has no share. The start or end of a transfer raises the rates only of the other
+transfers of its sender, its receiver and their sites; what more distant transfers could then use stays unused.
 
 Bytes in flight beyond the path's capacity wait in a queue before the sender's uplink, or before the link between both
 peers if that link is slower. Small messages and acknowledgements wait behind these bytes. If a transfer sends more
@@ -13,7 +13,7 @@ bytes at once than fit in the uplink's queue, the rest is dropped.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from decentral.sim.network.congestion import CongestionWindow, Sender
 
 QUEUE_S = 0.25  # a link drops a packet that would have to wait longer than this in its queue
 LEAST_BYTES = 1e-3  # fewer unsent bytes than this are a rounding error, and count as 0
+SAME = 1e-9  # rates that differ by less than this share of them are the same, but for rounding
 MOST_WINDOWS = 100_000  # the congestion windows of at most this many connections are kept, those used most recently
 
 
@@ -60,6 +61,18 @@ class Geography(Protocol):
         """Return the links of sites that the path between two peers uses: none, one or two."""
 
 
+Link = tuple[bool, PeerId] | SiteLink
+"""A shared link: a peer's uplink (True, peer), a peer's downlink (False, peer), or a direction of a site's link."""
+
+
+@dataclass(slots=True)
+class Free:
+    """What a link has for transfers whose rates are to be set: bytes/s, and the number of these transfers."""
+
+    rate: float
+    transfers: int
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
     """A message in flight over shared links."""
@@ -73,6 +86,11 @@ class Transfer:
     rate: float = 0.0  # bytes/s since `sender.at`; 0 while the transfer waits for acknowledgements
     timer: Timer | None = None
     over: bool = False
+    links: Sequence[Link] = ()  # all links that the transfer shares
+
+    def __post_init__(self) -> None:
+        """Collect the links."""
+        self.links = ((True, self.source), (False, self.target), *self.site_links)
 
     def set_rate(self, rate: float, now: Seconds) -> None:
         """Send at `rate` bytes/s from now on; 0 pauses the transfer."""
@@ -228,16 +246,54 @@ class SharedLinks:
         transfer.done()
 
     def _share(self, changed: Transfer) -> None:
-        """Set the rates of all transfers that share a link with a transfer that has begun or stopped to send."""
+        """Set the rates of all transfers that share a link with a transfer that has begun or stopped to send.
+
+        The transfers with the smallest equal shares come first, so that the others get what these cannot use.
+        """
         sharing = {**self.sending.get(changed.source, {}), **self.receiving.get(changed.target, {})}
         for link in changed.site_links:
             sharing |= self.crossing[link]
-        for transfer in sharing:
-            self._set_rate(transfer)
+        least = {one: 0.0 if self._pauses(one) else self._least_share(one) for one in sharing}
+        free = self._free(least)
+        for transfer in sorted(least, key=least.__getitem__):
+            rate = least[transfer]
+            if rate > 0:
+                own = [free[link] for link in transfer.links]
+                more = min(self._path_share(transfer), *[one.rate / one.transfers for one in own])
+                rate = more if more > (1 + SAME) * rate else rate  # equal transfers have exactly equal rates
+                for one in own:
+                    one.rate, one.transfers = one.rate - rate, one.transfers - 1
+            self._set_rate(transfer, rate)
 
-    def _set_rate(self, transfer: Transfer) -> None:
-        rate = 0.0 if self._alone and self._pauses(transfer) else self._rate(transfer)
-        if rate == transfer.rate:
+    def _free(self, least: Mapping[Transfer, float]) -> dict[Link, Free]:
+        """Return what the links have for transfers with these least shares, beside their links' other transfers.
+
+        Another transfer that has more than its equal share is slowed to that, as these transfers now need the rest.
+        """
+        counts = Counter(link for one, rate in least.items() if rate > 0 for link in one.links)
+        free = {}
+        for link, transfers in counts.items():
+            rate, users = self._capacity(link)
+            others = [one for one in users if one not in least] if transfers < len(users) else []
+            equal = rate / len(users)
+            if others and rate - sum(one.rate for one in others) < equal * transfers:
+                for one in others:
+                    self._set_rate(one, min(one.rate, equal))
+            free[link] = Free(rate - sum(one.rate for one in others), transfers)
+        return free
+
+    def _capacity(self, link: Link) -> tuple[float, Mapping[Transfer, None]]:
+        """Return the bytes/s of a link, and the transfers that share it."""
+        match link:
+            case SiteLink():
+                return link.rate, self.crossing[link]
+            case True, peer:
+                return self.geography.up(peer), self.sending[peer]
+            case _, peer:
+                return self.geography.down(peer), self.receiving[peer]
+
+    def _set_rate(self, transfer: Transfer, rate: float) -> None:
+        if abs(rate - transfer.rate) <= SAME * rate:
             return
         transfer.set_rate(rate, self.agenda.now)
         transfer.cancel()
@@ -249,15 +305,17 @@ class SharedLinks:
         """Return whether a transfer pauses, because a bandwidth probe has its sender's uplink to itself."""
         return self._alone.get(transfer.source, transfer) is not transfer
 
-    def _rate(self, transfer: Transfer) -> float:
-        """Return an unpaused transfer's bytes/s: its smallest share of any link."""
+    def _least_share(self, transfer: Transfer) -> float:
+        """Return an unpaused transfer's smallest equal share of any link, in bytes/s."""
         source, target, geography = transfer.source, transfer.target, self.geography
-        alone = source in self._alone
-        sent = 1 if alone else len(self.sending[source])
+        sent = 1 if source in self._alone else len(self.sending[source])
         rate = min(geography.up(source) / sent, geography.down(target) / len(self.receiving[target]))
-        link = geography.bandwidth(source, target)
-        if link < rate * sent:  # else the path to the receiver is no bottleneck
-            rate = min(rate, link / (1 if alone else self._in_flight[source, target]))
         for shared in transfer.site_links:
             rate = min(rate, shared.rate / len(self.crossing[shared]))
-        return rate
+        return min(rate, self._path_share(transfer))
+
+    def _path_share(self, transfer: Transfer) -> float:
+        """Return an unpaused transfer's share of the link between its two peers, in bytes/s."""
+        source, target = transfer.source, transfer.target
+        in_flight = 1 if source in self._alone else self._in_flight[source, target]
+        return self.geography.bandwidth(source, target) / in_flight

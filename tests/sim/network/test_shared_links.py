@@ -98,13 +98,31 @@ def test_many_to_one_peer_share_its_downlink(wires: Wires) -> None:
     assert wires.done == {"from A": pytest.approx(10), "from B": pytest.approx(10)}
 
 
-def test_a_slow_link_is_shared_by_what_is_on_it_only(wires: Wires) -> None:
+def test_what_a_slow_link_cannot_use_of_the_uplink_others_get(wires: Wires) -> None:
     wires.geography.links = {(A, B): 20.0}
     wires.send("slow", A, B, 100)
     wires.send("slow too", A, B, 100)
     wires.send("fast", A, C, 100)
     wires.agenda.run(100)
-    assert wires.done == {"fast": pytest.approx(3), "slow": pytest.approx(10), "slow too": pytest.approx(10)}
+    assert wires.done == {"fast": pytest.approx(1.25), "slow": pytest.approx(10), "slow too": pytest.approx(10)}
+
+
+def test_what_a_slow_sender_cannot_use_of_a_downlink_others_get(wires: Wires) -> None:
+    wires.geography.ups = {A: 20.0, B: 300.0}
+    wires.send("slow", A, C, 100)
+    wires.send("fast", B, C, 900)
+    wires.agenda.run(100)
+    assert wires.done == {"slow": pytest.approx(5), "fast": pytest.approx(5)}
+
+
+def test_a_transfer_with_more_than_its_share_gives_way_to_one_that_becomes_faster(wires: Wires) -> None:
+    wires.geography.ups = {A: 300.0, B: 100.0}
+    wires.send("slow", B, C, 1000)
+    wires.send("beside", B, A, 50)
+    wires.send("borrows", A, C, 1000)  # until "beside" ends after 1 s, "slow" has 50 MB/s and this one 150
+    wires.agenda.run(100)
+    assert wires.done["beside"] == pytest.approx(1)
+    assert wires.done["borrows"] == pytest.approx(1 + 850 / 100)
 
 
 def test_what_a_transfer_leaves_behind_the_others_get(wires: Wires) -> None:
