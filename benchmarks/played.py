@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from decentral.commands.estimates import playing
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler.throughput.plan import throughput_plan
@@ -32,14 +33,18 @@ MODEL = TESTED / "m125-model.yaml"
 def row(where: Path, args: argparse.Namespace) -> dict[str, str | float]:
     """Return the figures of one topology; raise UserError if it fits no plan."""
     swarm, run_config = topology.load(where), config.load(args.model, args.set)
+    planning = time.process_time()
     budget = SearchBudget(args.plan_seconds)  # whatever else runs here, a seed gives one plan
-    plan = throughput_plan(swarm, run_config, "genetic", args.seed, budget)
-    scenario = planned.scenario_of(plan, swarm, run_config, args.seconds, args.seed, noise=0.05)
+    judge = None if args.alone else playing.judge(run_config, swarm, SearchBudget(args.judge_seconds))
+    plan = throughput_plan(swarm, run_config, "genetic", args.seed, budget, judge=judge)
+    planning_s = time.process_time() - planning
+    scenario = planned.scenario_of(plan, swarm, run_config, args.seconds, args.seed + 100, noise=0.05)
     played = planned.PlayedPlan(plan, scenario)
     began = time.process_time()
     run(scenario, watches=[played])
     result = played.result()
     return {
+        "estimated": round(plan.throughput["estimated"], 1),
         "promised": round(result.promised, 1),
         "reached": round(result.reached, 1),
         "share": round(result.reached / result.promised, 3),
@@ -51,6 +56,7 @@ def row(where: Path, args: argparse.Namespace) -> dict[str, str | float]:
         "busiest_link": result.busiest_link,
         "busiest_share": round(result.busiest_share, 3),
         **{f"waits for {what}": round(share, 3) for what, share in result.waits.items()},
+        "planning_s": round(planning_s, 1),
         "cpu_s": round(time.process_time() - began, 1),
     }
 
@@ -62,6 +68,8 @@ def main() -> None:
     parser.add_argument("topologies", nargs="*", metavar="TOPOLOGY", type=Path)
     parser.add_argument("--model", default=str(MODEL), metavar="FILE", help="config of the run")
     parser.add_argument("--plan-seconds", type=float, default=5.0, help="seconds of each search for a plan")
+    parser.add_argument("--judge-seconds", type=float, default=10.0, help="seconds in which the best plans are played")
+    parser.add_argument("--alone", action="store_true", help="take the plan of the highest estimate, without a judge")
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds of each swarm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

@@ -46,6 +46,9 @@ ROWS = 32
 MOST_PAIRS = 8  # at most this many pairs (number of stages, number of replicas) are shown, the best first
 PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, because some may arrive late
 LOOK_PAUSE_S = 0.5
+# A search for throughput gets this share of --seconds. The simulator, which plays the best plans, gets the rest and
+# `playing.JUDGED_S`.
+SEARCHED_SHARE = 0.7
 LEAST_FLOPS = 1.0  # a peer whose record has fewer FLOP/s, or no memory, is left out: it can compute nothing
 
 
@@ -123,7 +126,7 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
     objective = _objective(options)
     with progress_bar(Console(stderr=True), 1.0, quiet=options.json) as show:
         budget = SearchBudget(
-            seconds=options.seconds,
+            seconds=options.seconds if objective == "sync" else SEARCHED_SHARE * options.seconds,
             clock=time.monotonic,
             report=lambda used, best: show(used, f"{objective}: best {best:.5g}"),
         )
@@ -133,14 +136,16 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
 
             utilisation = UTILISATION if options.join is None else 1.0  # live peers' FLOP/s are those of training
             return sync_plan(topology, options.solver, options.seed, budget, utilisation)
+        from decentral.commands.estimates import playing
         from decentral.scheduler.throughput.plan import throughput_plan
 
+        config = load_config(options.model) if options.model or swarm is None else swarm.config
+        played_s = playing.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
+        judge = playing.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
+        utilisation = layer_costs.UTILISATION if swarm is None else 1.0
+        now = None if options.model or swarm is None else swarm.spans
         solver, seed, holders = options.solver, options.seed, options.holders
-        if swarm is None:
-            return throughput_plan(topology, load_config(options.model), solver, seed, budget, holders)
-        config = load_config(options.model) if options.model else swarm.config
-        return throughput_plan(topology, config, solver, seed, budget, holders, utilisation=1.0,
-                               now=None if options.model else swarm.spans)  # fmt: skip
+        return throughput_plan(topology, config, solver, seed, budget, holders, utilisation, now, judge)
 
 
 def _objective(options: argparse.Namespace) -> str:

@@ -40,7 +40,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
     busy_N, kept_N = np.zeros(len(topology)), np.zeros(len(topology))
     sent_NN = np.zeros((len(topology), len(topology)))
     for route in plan.routes:
-        rate, hops = route["share"] * plan.throughput["tokens_per_s"], route["hops"]
+        rate, hops = route["share"] * plan.throughput["estimated"], route["hops"]
         _check(plan, hops, costs.layers)
         for (name, first, last), seconds in zip(hops, _kept_s(plan, hops, topology, costs), strict=True):
             busy_N[index[name]] += rate * costs.seconds_NL[index[name], first:last].sum()

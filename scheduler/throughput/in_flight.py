@@ -17,6 +17,7 @@ peers stop at different times: `with_steps`.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -152,12 +153,23 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
     Hops pause for the micro-batches of all origin peers. So these are the tokens/s through the hop with the most, and
     each origin peer gets its share of them.
 
+    The peers of a chain, which no other origin peer uses, step at the same time. So a step lasts for `accumulate`
+    micro-batches, of which the first one finds no queue, and the others follow it (1F1B: PipeDream, arXiv 1806.03377):
+
+        tokens/s = accumulate * tokens / (kept_0 without queues + (accumulate - 1) * tokens / tokens/s without steps)
+
     Args:
         pipeline: The costs of a micro-batch.
         paths: The routes, with what they carry without steps.
         accumulate: The smallest number of micro-batches in a step.
     """
     rates = np.array([rate for rate, _ in paths])
+    users: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # peer -> the peers of each route through it
+    for rate, hops in paths:
+        if rate > 0 and len(hops) > 1:
+            peers = tuple(peer for peer, _, _ in hops)
+            for peer in peers:
+                users[peer].add(peers)
     origins = np.array([hops[0][0] for _, hops in paths], dtype=np.int64)  # there may be no paths
     routed = np.array([len(hops) > 1 for _, hops in paths], dtype=bool)
     through_N = np.zeros(pipeline.costs.peers)  # tokens/s that each peer computes for routes of several hops
@@ -169,7 +181,11 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
             continue
         flow = float(rates[own].sum())
         many = accumulate + max(len(paths[route][1]) for route in own) - 1
-        pauses_s = sum(rates[route] * _pauses_s(pipeline.kept_s(paths[route][1])) for route in own) / flow
+        if all(len(users[peer]) == 1 for peer, _, _ in paths[own[0]][1]):
+            many = accumulate
+            pauses_s = sum(rates[route] * pipeline.kept_s(paths[route][1], 0.0)[0] for route in own) / flow
+        else:
+            pauses_s = sum(rates[route] * _pauses_s(pipeline.kept_s(paths[route][1])) for route in own) / flow
         most = max(float(through_N[peer]) for route in own for peer, _, _ in paths[route][1])
         cycle_s = max(pauses_s + (many - 1) * pipeline.tokens / most, many * pipeline.tokens / most)
         rates[own] *= many * pipeline.tokens / cycle_s / most
@@ -201,6 +217,11 @@ class Carried:
     def tokens_per_s(self) -> float:
         """Return the tokens/s of all routes."""
         return sum(rate for rate, _ in self.paths)
+
+    @property
+    def hops(self) -> float:
+        """Return the mean number of hops of a token."""
+        return sum(rate * len(hops) for rate, hops in self.paths) / max(1e-9, self.tokens_per_s)
 
     @property
     def routed(self) -> set[int]:

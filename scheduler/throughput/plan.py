@@ -2,10 +2,13 @@
 
 Start reading at `throughput_plan`. A plan's throughput can be compared with two others: an upper bound (all devices
 always compute, and links cost nothing), and the throughput of equal spans that are placed at random.
+
+A search compares plans by estimates. It ends with a few different plans (finalists), of which a `Judge` chooses one and
+says what that plan reaches.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,7 +43,21 @@ STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises this share 
 # by the next peers, and were computed twice.
 LOST_BY_ROUTES = 0.05
 IDLE_NAMED = 8  # a plan's reason names at most this many peers without layers
+FINALISTS = 4  # a judge gets at most this many plans that a search has found
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A judge's choice among plans."""
+
+    number: int  # of the plan, counted from 0
+    tokens_per_s: float  # what the plan reaches
+    reason: str  # how the judge knows, as a sentence
+
+
+Judge = Callable[[Sequence[ThroughputPlan]], Verdict | None]
+"""A function that chooses one of several plans, which have no gossip partners yet; None: it judges no such plans."""
 
 
 def throughput_plan(
@@ -52,6 +69,7 @@ def throughput_plan(
     holders: int = 1,
     utilisation: float = layer_costs.UTILISATION,
     now: Mapping[str, Sequence[int]] | None = None,
+    judge: Judge | None = None,
 ) -> ThroughputPlan:
     """Return the plan with the highest throughput that a solver finds within the budget.
 
@@ -60,55 +78,81 @@ def throughput_plan(
         config: The run's config, which describes the model.
         solver: A name in `solvers.THROUGHPUT_SOLVERS`.
         seed: Seed of all random choices.
-        budget: Limit of all work together: the search for spans, the search for gossip partners, and the baseline.
+        budget: Limit of all work together: the search for spans, the search for gossip partners, and the baseline; not
+            of the judge.
         holders: Smallest number of peers that must hold each layer.
         utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
         now: In a running swarm, the layers [first, last) that each peer holds. The peers keep these layers unless the
             plan found promises STAY_MARGIN more.
+        judge: Chooses among the best different plans that the solver has found; None: the plan with the highest
+            estimate is chosen.
 
     Raises:
         UserError: If the swarm cannot hold the model, no such solver exists, or the swarm is too large for the solver.
     """
     progress = SearchProgress(budget, 0.0)
     problem = problem_of(topology, config, holders, utilisation)
-    costs, bound = problem.costs, problem.bound()
+    costs = problem.costs
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan with this many holders of each layer; add memory or peers")
     chosen = _with_whole_models(problem, chosen, progress)
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress):
-        chosen = held
+        spans = [held]
     else:
-        chosen = without_idle(problem, chosen)
-    found = problem.flow(chosen)
+        found = [chosen, *(problem.finalists(FINALISTS) if judge else [])]
+        needed = (without_idle(problem, spans_N2) for spans_N2 in found)
+        spans = list({spans_N2.tobytes(): spans_N2 for spans_N2 in needed}.values())
+    empty = _empty(topology, solver, seed, problem.bound(), _planned_for(topology, config, utilisation))
+    plans = [_with_routes(empty, topology, config, problem, spans_N2) for spans_N2 in spans]
+    verdict = judge(plans) if judge else None
+    number = verdict.number if verdict else 0
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     left = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
-    moved_L, tokens_NN = costs.snapshot_L * layer_costs.ROUND_S, found.bytes_between(costs.hidden_bytes)
-    partners = mixing.partners(topology, max_flow.held(costs, chosen), moved_L, tokens_NN, costs.link_share, left)
+    partners = _partners(problem, topology, spans[number], left)
     baseline = random_throughput(problem, seed, budget.less(progress.seconds()))
-    plan = ThroughputPlan(
-        solver=solver,
-        seed=seed,
+    plan = replace(
+        plans[number],
         seconds=round(progress.seconds(), 3),
-        throughput={"tokens_per_s": 0.0, "bound": bound},
-        planned_for=_planned_for(topology, config, utilisation),
-        spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
-        micro_batches={},
-        routes=[],
-        gossip=partners.to_json(topology.ids),
-        use={},
-        baselines={} if baseline is None else {"equal spans, random placement": baseline},
         reason="Stay as you are: each peer keeps its layers. " if stays else "",
-        digest=topology.digest(),
+        gossip=partners.to_json(topology.ids),
+        baselines={} if baseline is None else {"equal spans, random placement": baseline},
     )
-    return _with_routes(plan, topology, config, problem, chosen)
+    return _with_reason(plan, topology, config, problem, spans[number], verdict)
 
 
 def problem_of(topology: Topology, config: Config, holders: int, utilisation: float) -> FlowProblem:
     """Return the search problem of `throughput_plan`, with the same arguments; raise UserError as it does."""
     costs = layer_costs.of_model(topology, config, holders, utilisation)
     return FlowProblem(costs, regions_of(topology), in_flight.Flights(topology.delay_s, config))
+
+
+def _partners(problem: FlowProblem, topology: Topology, chosen: Ints, budget: SearchBudget) -> mixing.Partners:
+    """Return the gossip partners of peers that hold the spans `chosen`, beside the flow through these."""
+    costs = problem.costs
+    tokens_NN = problem.flow(chosen).bytes_between(costs.hidden_bytes)
+    moved_L = costs.snapshot_L * layer_costs.ROUND_S
+    return mixing.partners(topology, max_flow.held(costs, chosen), moved_L, tokens_NN, costs.link_share, budget)
+
+
+def _empty(topology: Topology, solver: str, seed: int, bound: float, planned_for: JsonObject) -> ThroughputPlan:
+    """Return a plan in which no peer holds layers."""
+    return ThroughputPlan(
+        solver=solver,
+        seed=seed,
+        seconds=0.0,
+        throughput={"tokens_per_s": 0.0, "bound": bound},
+        planned_for=planned_for,
+        spans={},
+        micro_batches={},
+        routes=[],
+        gossip={},
+        use={},
+        baselines={},
+        reason="",
+        digest=topology.digest(),
+    )
 
 
 def _planned_for(topology: Topology, config: Config, utilisation: float) -> JsonObject:
@@ -126,31 +170,45 @@ def _planned_for(topology: Topology, config: Config, utilisation: float) -> Json
 def _with_routes(
     plan: ThroughputPlan, topology: Topology, config: Config, problem: FlowProblem, chosen: Ints
 ) -> ThroughputPlan:
-    """Return the plan with the routes through the spans `chosen`, what they use, their throughput, and a reason.
+    """Return the plan with the spans `chosen`, the routes through them, and their estimated throughput.
 
     Routes carry less than the maximum flow if memory for micro-batches in flight is scarce, or if steps wait for these
     micro-batches.
     """
-    found, costs = problem.flow(chosen), problem.costs
-    spans = [(int(a), int(b)) for a, b in chosen]
-    carried = problem.carried(chosen, found)
-    pipeline = carried.pipeline
+    carried = problem.carried(chosen, problem.flow(chosen))
     tokens_per_s = carried.tokens_per_s * (1 - HEADROOM)
-    plan = replace(
+    spans = [(int(a), int(b)) for a, b in chosen]
+    return replace(
         plan,
-        throughput=plan.throughput | {"tokens_per_s": tokens_per_s},
+        spans={name: [a, b] for name, (a, b) in zip(topology.ids, spans, strict=True) if a < b},
+        throughput=plan.throughput | {"tokens_per_s": tokens_per_s, "estimated": tokens_per_s},
         routes=_routes(topology, sorted(carried.paths, key=lambda path: (-path[0], path[1]))),
         micro_batches=_micro_batches(topology, carried, spans),
-        accumulate=in_flight.accumulated(config, pipeline.sequences),
+        accumulate=in_flight.accumulated(config, carried.pipeline.sequences),
     )
-    used = feasibility.uses(plan, topology, costs)
+
+
+def _with_reason(
+    plan: ThroughputPlan,
+    topology: Topology,
+    config: Config,
+    problem: FlowProblem,
+    chosen: Ints,
+    verdict: Verdict | None,
+) -> ThroughputPlan:
+    """Return the finished plan with what its routes use, what it reaches, and a reason."""
+    found, estimated = problem.flow(chosen), plan.throughput["estimated"]
+    used = feasibility.uses(plan, topology, problem.costs)
+    if verdict:
+        plan = replace(plan, throughput=plan.throughput | {"tokens_per_s": verdict.tokens_per_s})
     return replace(
         plan,
         use={kind: use.share for kind, use in used.items()},
         reason=plan.reason
-        + _reason(plan, costs, chosen, found)
-        + _left_out([name for name, (a, b) in zip(topology.ids, spans, strict=True) if a == b])
-        + _lost(found.tokens_per_s, tokens_per_s, exact=not config.routes.overlap)
+        + (f"{verdict.reason} Estimated: " if verdict else "")
+        + _reason(plan, problem.costs, chosen, found)
+        + _left_out([name for name in topology.ids if name not in plan.spans])
+        + _lost(found.tokens_per_s, estimated, exact=not config.routes.overlap)
         + _most_used(used),
     )
 
@@ -254,7 +312,7 @@ def _routes(topology: Topology, paths: Sequence[in_flight.Path]) -> list[JsonObj
 
 def _reason(plan: ThroughputPlan, costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow) -> str:
     """Return a paragraph for the user: the plan's throughput, for which model, and how much computing power is idle."""
-    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+    rate, bound = plan.throughput["estimated"], plan.throughput["bound"]
     whole = int(((chosen[:, 1] - chosen[:, 0]) == costs.layers).sum())
     speed = 1 / costs.seconds_NL.sum(axis=1)
     idle = max(0.0, float((found.idle_N * speed).sum() / speed.sum()))

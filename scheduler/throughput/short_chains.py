@@ -7,6 +7,7 @@ followed by the nearest peer that is left. Then it moves peers and reverses part
 faster.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -15,10 +16,13 @@ import numpy as np
 
 from decentral.scheduler.throughput import bound
 from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Pipeline
+from decentral.scheduler.throughput.routes import Hop
 from decentral.scheduler.throughput.rows import Supplies
 from decentral.scheduler.topology.arrays import Ints
 
 BEGINNINGS = 3  # a search begins from the fastest ways of this many different first peers
+MUCH_SLOWER = 1.2  # a chain that is this many times as slow as the next faster one may be left out
+HALVINGS = 30  # of the interval that contains the time of a chain's slowest peer
 MOST_TRIES = 10_000  # after this many changes a search does not look through all changes again; each takes about 20 us
 
 Order = list[int]
@@ -27,12 +31,17 @@ Order = list[int]
 
 def short_chains(
     problem: Supplies, divisions: Iterable[Sequence[Ints]], pipeline: Pipeline, accumulate: int | None
-) -> list[Ints]:
-    """Return spans_N2 in which each group of peers forms as many chains as it can, in two forms for each division.
+) -> tuple[list[Ints], list[Ints]]:
+    """Return spans_N2 in which each group of peers forms as many chains as it can, and those of plain chains.
 
-    A group's chains exchange peers with each other, and with the peers that are left over, while that raises the sum of
-    their throughputs. In the first form, peers that are left over hold no layers. In the second form, each of them
-    holds the layers of the chain member of its group that it can replace with the smallest detour.
+    The first list has two forms for each division. A group's chains exchange peers with each other, and with the peers
+    that are left over, while that raises the sum of their throughputs. In the first form, peers that are left over hold
+    no layers. In the second form, each of them holds the layers of the chain member of its group that it can replace
+    with the smallest detour.
+
+    The second list has chains that share no peer and no layer twice: the fastest chains alone, and more of them. Their
+    layers are cut so that a chain's slowest peer is as fast as possible. Peers that several routes share make these
+    wait for each other's steps and for the slowest device, so a few fast chains often reach more than all peers do.
 
     Args:
         problem: The whole swarm.
@@ -40,19 +49,33 @@ def short_chains(
         pipeline: The costs of a micro-batch of one sequence.
         accumulate: The smallest number of micro-batches in a step with exact gradients; None: steps wait for none.
     """
-    ways = _Ways(problem, pipeline, accumulate)
-    return [spans_N2 for groups in divisions for spans_N2 in _spans_of(groups, ways, problem.costs.peers)]
+    ways, starts, plain = _Ways(problem, pipeline, accumulate), list[Ints](), dict[bytes, Ints]()
+    for groups in divisions:
+        formed = [ways.disjoint(group.tolist()) for group in groups]
+        starts += _spans_of(groups, formed, ways, problem.costs.peers)
+        orders = [order for of_group, _ in formed for order in of_group]
+        plain |= {spans_N2.tobytes(): spans_N2 for spans_N2 in _plain(orders, ways, problem.costs.peers)}
+    return starts, list(plain.values())
 
 
-def _spans_of(groups: Sequence[Ints], ways: "_Ways", peers: int) -> tuple[Ints, Ints]:
-    """Return both forms of `short_chains` for one division of this many peers."""
+def _plain(orders: Sequence[Order], ways: "_Ways", peers: int) -> Iterator[Ints]:
+    """Yield the spans of the fastest of these chains, then of more, wherever the next chain is MUCH_SLOWER."""
+    timed = sorted((ways.seconds(order), ways.balanced(order)) for order in orders)
+    spans_N2 = np.zeros((peers, 2), np.int64)
+    for (seconds, hops), (next_s, _) in itertools.pairwise([*timed, (np.inf, [])]):
+        for peer, first, last in hops:
+            spans_N2[peer] = first, last
+        if next_s > MUCH_SLOWER * seconds:
+            yield spans_N2.copy()
+
+
+def _spans_of(
+    groups: Sequence[Ints], formed: Sequence[tuple[list[Order], list[int]]], ways: "_Ways", peers: int
+) -> tuple[Ints, Ints]:
+    """Return both forms of `short_chains` for one division of this many peers, and the chains formed in each group."""
     alone_N2 = np.zeros((peers, 2), np.int64)
     beside_N2 = alone_N2.copy()
-    for group in groups:
-        left, orders = group.tolist(), list[Order]()
-        while (order := ways.shortest(left)) is not None:
-            orders.append([peer for peer, _ in ways.hops(order)])
-            left = [peer for peer in left if peer not in orders[-1]]
+    for group, (orders, left) in zip(groups, formed, strict=True):
         chains = [ways.hops(ways.improved(order)[1]) for order in ways.exchanged([*orders, left])]
         left = sorted(set(group.tolist()) - {peer for hops in chains for peer, _ in hops})
         for peer, first in itertools.chain.from_iterable(chains):
@@ -65,14 +88,19 @@ def _spans_of(groups: Sequence[Ints], ways: "_Ways", peers: int) -> tuple[Ints, 
 
 @dataclass(slots=True)
 class _Ways:
-    """The times of micro-batches on paths through peers. The tables are lists, which Python reads fastest."""
+    """The times of micro-batches on paths through peers, whose layers are cut so that all compute equally long.
+
+    The tables are lists, which Python reads fastest.
+    """
 
     problem: InitVar[Supplies]
     pipeline: InitVar[Pipeline]
     accumulate: int | None
     reach: list[list[int]] = field(init=False)  # peer -> first layer -> the end of the longest span
+    before_s: list[list[float]] = field(init=False)  # peer -> layer -> seconds per token for all layers before it
     passes_s: list[list[float]] = field(init=False)  # peer -> first layer -> to compute that span, queueing included
-    busy_s: list[list[float]] = field(init=False)  # peer -> first layer -> seconds per micro-batch
+    busy_s: list[list[float]] = field(init=False)  # peer -> first layer -> seconds of its links per micro-batch
+    tokens_s: list[float] = field(init=False)  # peer -> seconds per micro-batch through the whole model
     capacity: list[list[float]] = field(init=False)  # peer -> first layer -> micro-batches in memory
     link_s: list[list[float]] = field(init=False)  # sender -> receiver -> a micro-batch's transfers, there and back
     apart_s: list[list[float]] = field(init=False)  # sender -> receiver -> seconds per micro-batch on this link
@@ -85,9 +113,10 @@ class _Ways:
         seconds_NL = np.take_along_axis(before, reach_NL, axis=1) - before[:, :-1]
         crossings_NL = (layers > 0) + 1.0 * (reach_NL < costs.layers)
         sent_s_N = costs.hidden_bytes / np.maximum(bound.access(costs), 1e-9)
-        self.reach = reach_NL.tolist()
+        self.reach, self.before_s = reach_NL.tolist(), before.tolist()
         self.passes_s = ((1 + WAITING) * (JOBS_S + tokens * seconds_NL)).tolist()
-        self.busy_s = np.maximum(JOBS_S + tokens * seconds_NL, tokens * crossings_NL * sent_s_N[:, None]).tolist()
+        self.busy_s = np.maximum(JOBS_S, tokens * crossings_NL * sent_s_N[:, None]).tolist()
+        self.tokens_s = (tokens * before[:, -1]).tolist()
         self.capacity = [
             [
                 pipeline.capacity((peer, first, last), (first, last)) if first < last else 1.0
@@ -117,22 +146,50 @@ class _Ways:
         hops = self.hops(order)
         if not hops:
             return np.inf
-        kept_s = sum_s = busy_s = full_s = 0.0
+        kept_s = empty_s = busy_s = full_s = 0.0
         after = -1
         for peer, first in reversed(hops):
             if after >= 0:
                 kept_s += self.link_s[peer][after]
+                empty_s += self.link_s[peer][after]
                 busy_s = max(busy_s, self.apart_s[peer][after])
             kept_s += self.passes_s[peer][first]
-            sum_s += kept_s
+            empty_s += self.passes_s[peer][first] / (1 + WAITING)
             busy_s = max(busy_s, self.busy_s[peer][first])
             full_s = max(full_s, kept_s / self.capacity[peer][first])
             after = peer
+        busy_s = max(busy_s, 1 / sum(1 / self.tokens_s[peer] for peer, _ in hops))
         if self.accumulate is not None and len(hops) > 1:
-            many = self.accumulate + len(hops) - 1
-            pauses_s = (len(hops) * kept_s + sum_s) / 2
-            busy_s = max(busy_s, (pauses_s + (many - 1) * busy_s) / many)
+            busy_s = max(busy_s, (empty_s + (self.accumulate - 1) * busy_s) / self.accumulate)
         return max(busy_s, full_s)
+
+    def disjoint(self, left: list[int]) -> tuple[list[Order], list[int]]:
+        """Return chains of these peers, the fastest first, until no more can be formed, and the peers that are left."""
+        orders = list[Order]()
+        while (order := self.shortest(left)) is not None:
+            orders.append([peer for peer, _ in self.hops(order)])
+            left = [peer for peer in left if peer not in orders[-1]]
+        return orders, left
+
+    def balanced(self, order: Order) -> list[Hop]:
+        """Return the hops of a chain whose slowest peer is as fast as any cut of the layers allows."""
+        least_s, most_s, best = 0.0, sum(self.before_s[peer][-1] for peer in order), list[Hop]()
+        for _ in range(HALVINGS):
+            limit_s = (least_s + most_s) / 2
+            hops, at = list[Hop](), 0
+            for peer in order:
+                before_s = self.before_s[peer]
+                last = min(self.reach[peer][at], bisect.bisect_right(before_s, before_s[at] + limit_s) - 1)
+                if last > at:
+                    hops.append((peer, at, last))
+                    at = last
+                if at == len(self.reach[0]):
+                    break
+            if at == len(self.reach[0]):
+                best, most_s = hops, limit_s
+            else:
+                least_s = limit_s
+        return best
 
     def beside(self, peer: int, hops: Sequence[tuple[int, int]]) -> Iterator[tuple[float, tuple[int, int]]]:
         """Yield (seconds of the detour, span) for each hop of a chain whose layers fit into this peer's memory."""

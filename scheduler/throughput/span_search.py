@@ -71,7 +71,24 @@ class FlowProblem:
         The throughput is 0 if the search lacks the time to compute the flow (`max_flow.maximum`).
         """
         flow = self.flow(spans_N2, progress)
-        return SpanValue(self.reached(spans_N2, flow), flow.idle_N, flow.price_L)
+        reached = self.reached(spans_N2, flow)
+        if self.flights is not None and reached > 0:
+            hops = round(self.carried(spans_N2, flow).hops)
+            if reached > self._best.get(hops, (0.0, spans_N2))[0]:
+                self._best[hops] = reached, spans_N2.copy()
+        return SpanValue(reached, flow.idle_N, flow.price_L)
+
+    def finalists(self, count: int) -> list[Ints]:
+        """Return at most `count` different spans that may reach the most, the most promising first.
+
+        They are the best spans evaluated so far, the plain chains (short_chains.py) or, if there are any, the peers
+        with the whole model alone, and the best spans with routes of fewer or of more hops.
+        """
+        plain = [spans_N2 for spans_N2 in self._short[1] if self.valid(spans_N2)]
+        plain.sort(key=lambda spans_N2: -self.evaluate(spans_N2).value)
+        by_value = sorted(self._best.values(), key=lambda one: -one[0])
+        found = [by_value[0][1], *plain, self._best[min(self._best)][1], *(spans_N2 for _, spans_N2 in by_value)]
+        return list({spans_N2.tobytes(): spans_N2 for spans_N2 in found}.values())[:count]
 
     def reached(self, spans_N2: Ints, flow: MaxFlow) -> float:
         """Return the tokens/s of a flow through these spans, less what micro-batches in flight cost."""
@@ -131,16 +148,13 @@ class FlowProblem:
         whole model, short chains (short_chains.py) come before all others; for many peers they would take minutes.
         """
         divisions, large = groupings(self), self.costs.peers > MOST_AT_ONCE
-        short = list[Ints]()
-        if self.flights is not None and not large and not (self.reach_NL[:, 0] == self.costs.layers).any():
-            pipeline, waits = self.flights.single(self.costs), self.flights.micro_batches_waited_for
-            short = short_chains(self, (divisions[0], *divisions[2:]), pipeline, waits)
         chained = [chains(self, groups, rng) for groups in divisions]
         if not access_limited(self.costs).all():
             longer = [groups for groups in divisions if len(groups) < self.costs.peers]
             chained += [chains(self, groups, rng, linked=True) for groups in longer for _ in range(LINKED_CHAINS)]
         in_rows = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
-        found = short + (in_rows + chained if large else chained + in_rows)
+        short, plain = self._short
+        found = short + plain + (in_rows + chained if large else chained + in_rows)
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
     @cached_property
@@ -150,6 +164,25 @@ class FlowProblem:
     @cached_property
     def _carried(self) -> dict[bytes, tuple[MaxFlow, Carried]]:
         """Cache: spans -> a flow through them and what its routes carry, as searches evaluate spans several times."""
+        return {}
+
+    @cached_property
+    def _short(self) -> tuple[list[Ints], list[Ints]]:
+        """Return the short chains and the plain ones (short_chains.py).
+
+        Peers with the whole model alone take the place of plain chains. A swarm of very many peers has neither.
+        """
+        whole_N = self.reach_NL[:, 0] == self.costs.layers
+        if whole_N.any():
+            return [], [np.where(whole_N[:, None], (0, self.costs.layers), 0)]
+        if self.flights is None or self.costs.peers > MOST_AT_ONCE:
+            return [], []
+        divisions, pipeline = groupings(self), self.flights.single(self.costs)
+        return short_chains(self, (divisions[0], *divisions[2:]), pipeline, self.flights.micro_batches_waited_for)
+
+    @cached_property
+    def _best(self) -> dict[int, tuple[float, Ints]]:
+        """For each number of hops on routes: the best spans evaluated so far, and their tokens/s."""
         return {}
 
     @cached_property

@@ -48,7 +48,9 @@ class ThroughputPlan(Plan):
     """A plan for an asynchronous swarm: each peer's layers, and how tokens and snapshots travel between peers."""
 
     objective: ClassVar[str] = "throughput"
-    throughput: dict[str, float]  # `tokens_per_s` of the plan, and `bound`, which no plan can exceed
+    # The `tokens_per_s`, `estimated` for the routes, and `bound`, which no plan can exceed. Of a plan that
+    # was played in the simulator, `tokens_per_s` is what it reached there; peers choose routes by measured speeds.
+    throughput: dict[str, float]
     planned_for: JsonObject  # name, parameters and layers of the model, and the utilisation of the peers' FLOP/s
     spans: dict[str, list[int]]  # peer id -> [first, last): its layers
     micro_batches: dict[str, int]  # peer id -> sequences in one micro-batch

@@ -126,7 +126,7 @@ def outlook(
     topology = _with_costs(topology, machines)
     plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=clock))
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
-    promised = plan.throughput["tokens_per_s"]
+    promised = plan.throughput["estimated"]
     low, high = ROUTED_SHARES
     speed = _of_devices(Figure(ROUTED_SHARE * promised, low * promised, high * promised), machines)
     return Outlook(speed, spans, _limit(plan, topology, run), plan)

@@ -1,5 +1,7 @@
 """Simulate a swarm for a few seconds, to find out how many bytes its links really carry. Start at `play`.
 
+`judge` plays the finalists of a search for a plan, and chooses the one that reaches the most tokens/s.
+
 The peers run the real protocol in virtual time: they measure their links while gossip uses them, lengthen windows, and
 carry micro-batches along routes. All peers have the model from the start, but must still measure their links.
 """
@@ -14,10 +16,10 @@ import numpy as np
 from decentral.commands.estimates.machines import Machine, step_tokens
 from decentral.core.config import Config
 from decentral.core.ids import PeerId
-from decentral.core.journal.events import CountedLine, StatusLine, StepLine
-from decentral.core.layer_work import share
+from decentral.core.journal.events import StatusLine, StepLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.scheduler.throughput.plan import Judge, Verdict
 from decentral.scheduler.topology.arrays import Floats
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
@@ -33,17 +35,24 @@ WARM_UP_S = 600.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
 LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
-EVENT_S = 1e-4  # processor time of an event of the simulator on a quiet core
+# Processor time of an event of the simulator on a quiet core: in any swarm, and for each of its peers.
+EVENT_S, EVENT_PEER_S = 2e-5, 4e-6
 MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
+PLAYED_MICRO_BATCHES = 3000  # a finalist is played for so many micro-batches by its estimate, at most for PLAYED_S
+# With routes, windows of large models have grown to about this length, or longer, after some minutes (gossip_cost.py).
+SETTLED_WINDOW_S = 60.0
+LEAST_COUNTED = 10  # micro-batches that a play must count
+JUDGED_S = 5.0  # seconds of a budget for the finalists of a plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:
     """What a played swarm of N peers did, per second of virtual time after the warm-up."""
 
-    tokens: float  # tokens/s; a token that only some layers trained counts in proportion to their work
+    tokens: float  # tokens/s
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
     windows: tuple[tuple[Seconds, str], ...]  # each peer's last windows of gossip: their length, and what bounds it
+    counted: float = 0.0  # tokens since the warm-up
 
     def among(self, names: Sequence[str], played: Sequence[str]) -> Self:
         """Return the rates of a larger swarm in which only the peers `played` do anything.
@@ -62,9 +71,13 @@ class Rates:
 
 @dataclass(slots=True)
 class PlayedSwarm:
-    """An observer of a simulated run (a `Watch`) that counts training tokens and sent bytes over virtual time."""
+    """An observer of a simulated run (a `Watch`) that counts training tokens and sent bytes over virtual time.
 
-    tokens: float = 0.0
+    A routed micro-batch counts when its gradient is back at its origin peer. The steps that apply it come in larger and
+    rarer portions, from which a short run would not tell the rate.
+    """
+
+    tokens: float = 0.0  # of steps of peers with the whole model
     number: dict[PeerId, int] = field(default_factory=dict)  # of each peer, in the topology's order
     windows: dict[PeerId, tuple[Seconds, str]] = field(default_factory=dict)
     at: list[tuple[Seconds, float, Counter[tuple[PeerId, PeerId]]]] = field(default_factory=list)
@@ -75,7 +88,7 @@ class PlayedSwarm:
         self._swarm = swarm
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        """Count the tokens of a step through the whole model, or of a routed micro-batch's executions."""
+        """Count the tokens of a step of a peer with the whole model, and note the length of windows."""
         assert self._swarm is not None
         cuts = self._swarm.settings.fragments
         match log.event:
@@ -83,8 +96,6 @@ class PlayedSwarm:
                 self.tokens += step.tokens
             case StatusLine(window_s=window_s, bound=bound):
                 self.windows[peer] = window_s, bound
-            case CountedLine(of=executions):
-                self.tokens += sum(one.tokens * share(cuts, one.first, one.last) for one in executions)
 
     @property
     def events(self) -> int:
@@ -99,7 +110,10 @@ class PlayedSwarm:
         """Record the virtual time with the numbers of tokens and bytes that were counted until now."""
         assert self._swarm is not None
         self.number = {member.peer: place for place, member in enumerate(self._swarm.members)}
-        self.at.append((self._swarm.agenda.now, self.tokens, Counter(self._swarm.network.links.sent)))
+        routers = [member.life.node.routes for member in self._swarm.members if member.life]
+        completed = sum(router.completed for router in routers if router)
+        tokens = self.tokens + completed * self._swarm.settings.tokens_per_step
+        self.at.append((self._swarm.agenda.now, tokens, Counter(self._swarm.network.links.sent)))
 
     def rates(self) -> Rates:
         """Return the rates since the warm-up.
@@ -117,7 +131,8 @@ class PlayedSwarm:
         weights_T = away_T / max(1e-9, float(away_T @ away_T))
         tokens = float(weights_T @ np.array([tokens for _, tokens, _ in counted]))
         windows = tuple(self.windows.get(peer, (0.0, "")) for peer in self.number)
-        return Rates(tokens, np.tensordot(weights_T, sent_TNN, axes=1), windows)
+        sent_NN = np.tensordot(weights_T, sent_TNN, axes=1)
+        return Rates(tokens, sent_NN, windows, counted[-1][1] - counted[0][1])
 
 
 def play(
@@ -143,20 +158,70 @@ def play(
         UserError: If the plan cuts the model within a fragment.
     """
     scenario = scenario_of(run_config, topology, machines, plan, window_s, PLAYED_S, 0)
+    rates = _played(scenario, budget)
+    return rates if plan is None else rates.among(topology.ids, list(plan.spans))
+
+
+def _played(scenario: Scenario, budget: SearchBudget) -> Rates:
+    """Play a scenario until its end or that of the budget, and return its rates after the warm-up."""
     watch, progress = PlayedSwarm(), SearchProgress(budget, 0.0)
     counted = 0
 
     def sampled(_: Seconds) -> None:
         nonlocal counted
         watch.sample()
-        progress.count(EVENT_S * (watch.events - counted))
+        progress.count((EVENT_S + EVENT_PEER_S * scenario.peers) * (watch.events - counted))
         counted = watch.events
         if progress.late() and len(watch.at) >= LEAST_SAMPLES:
             raise StopRun
 
     run(scenario, sampled, watches=[watch])
-    rates = watch.rates()
-    return rates if plan is None else rates.among(topology.ids, list(plan.spans))
+    return watch.rates()
+
+
+def judge(run_config: Config, topology: Topology, budget: SearchBudget) -> Judge:
+    """Return a judge that plays plans for a run on a topology within a budget.
+
+    Each plan is played for an equal part of the first half of the budget. The best is then played for the other half,
+    with other random choices. It is said to reach the lower of both figures, as luck in one play is no promise. If that
+    is too short for all plans, the one with the fewest peers takes the place of the best, since it is played fastest.
+    """
+
+    def judged(plans: Sequence[ThroughputPlan]) -> Verdict | None:
+        if all(len(route["hops"]) == 1 for plan in plans for route in plan.routes):
+            return None
+        first: list[float | None] = [None for _ in plans]
+        if max(len(plan.spans) for plan in plans) <= MOST_PLAYED:
+            first = [_reached(run_config, topology, plan, budget.part(0.5 / len(plans)), 0) for plan in plans]
+        known = [one for one in first if one is not None]
+        number = first.index(max(known)) if known else min(range(len(plans)), key=lambda one: len(plans[one].spans))
+        longer = None
+        if len(plans[number].spans) <= MOST_PLAYED:
+            longer = _reached(run_config, topology, plans[number], budget.part(0.5), 1)
+        if longer is None:
+            return Verdict(0, plans[0].throughput["estimated"], "Not played: the swarm is too large for the time.")
+        reached = min(longer, max(known, default=longer))
+        shown = ", ".join("?" if one is None else f"{one:.4g}" for one in first)
+        reason = f"Played: {reached:.4g} tokens/s." + (f" In shorter plays, plans reached {shown}." if known else "")
+        return Verdict(number, reached, reason)
+
+    return judged
+
+
+def _reached(
+    run_config: Config, topology: Topology, plan: ThroughputPlan, budget: SearchBudget, seed: int
+) -> float | None:
+    """Return the tokens/s of a plan that is played within a budget, with windows as long as they become in time.
+
+    None if fewer than LEAST_COUNTED micro-batches are counted.
+    """
+    settled_s = max(run_config.gossip.window_s, SETTLED_WINDOW_S)
+    settings = {"start_steps": 0, "fragment_parameters": 1, "window_s": settled_s}
+    settled = run_config.model_copy(update={"gossip": run_config.gossip.model_copy(update=settings)})
+    micro_batch = min(plan.micro_batches.values()) * run_config.model.context
+    seconds = min(PLAYED_S, PLAYED_MICRO_BATCHES * micro_batch / plan.throughput["estimated"])
+    rates = _played(planned.scenario_of(plan, topology, settled, seconds, seed, STEP_NOISE_SHARE), budget)
+    return rates.tokens if rates.counted >= LEAST_COUNTED * micro_batch else None
 
 
 def scenario_of(

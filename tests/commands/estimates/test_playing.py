@@ -9,10 +9,13 @@ import pytest
 from decentral.commands.estimates import playing
 from decentral.commands.estimates.machines import machines_of
 from decentral.commands.estimates.places import groups_of, topology_of
-from decentral.commands.estimates.playing import EVENT_S, WARM_UP_S, PlayedSwarm, play
+from decentral.commands.estimates.playing import EVENT_PEER_S, EVENT_S, WARM_UP_S, PlayedSwarm, judge, play
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import RESERVE, SearchBudget
+from decentral.scheduler.topology.topology import topology_from_profiles
 
 LARGE = ["model.depth=12", "model.width=768", "model.vocabulary=50304", "model.context=1024", "train.micro_batch=8"]
 ANN, BOB = PeerId("QmAnn"), PeerId("QmBob")
@@ -48,7 +51,7 @@ def test_a_swarm_is_played_for_as_many_events_however_slowly_the_clock_moves(mon
     run, groups = config.load(None, LARGE), groups_of("2xT4 home:50/500")
     kinds = machines_of(run, groups)
     where = topology_of(groups, [kinds[0].memory_bytes / 1e9], [1.0])
-    budget_s = RESERVE * EVENT_S * 2_000
+    budget_s = RESERVE * (EVENT_S + 2 * EVENT_PEER_S) * 2_000
     slow = itertools.count(0.0, 1e-6)
     fast = itertools.count(0.0, budget_s / 4)
     still, slowly, cut = (
@@ -58,3 +61,24 @@ def test_a_swarm_is_played_for_as_many_events_however_slowly_the_clock_moves(mon
     np.testing.assert_array_equal(still.sent_NN, slowly.sent_NN)
     assert still.tokens == slowly.tokens > 0
     assert cut.tokens != still.tokens
+
+
+def test_a_judge_plays_plans_and_promises_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chains of two peers, one of them at half the speed."""
+    run = config.load(None, ["model.depth=4", "model.width=32", "model.context=32"])
+    profile = {"device": "gpu", "memory_bytes": 1.6e6, "up": 2.5e6, "down": 1e7, "latency_s": 0.02}
+    speeds = {"fast0": 2e8, "slow0": 1e8, "fast1": 2e8, "slow1": 1e8}
+    swarm = topology_from_profiles({name: {**profile, "flops": one} for name, one in speeds.items()}, {})
+
+    def planned() -> ThroughputPlan:
+        chooses = judge(run, swarm, SearchBudget(1.0))
+        return throughput_plan(swarm, run, "genetic", 0, SearchBudget(rounds=5), judge=chooses)
+
+    plan, again = planned(), planned()
+    assert plan.throughput == again.throughput
+    assert 0.6 < plan.throughput["tokens_per_s"] / plan.throughput["estimated"] < 2
+    assert plan.reason.startswith("Played: ")
+    monkeypatch.setattr(playing, "MOST_PLAYED", 1)
+    unplayed = planned()
+    assert unplayed.throughput["tokens_per_s"] == unplayed.throughput["estimated"]
+    assert unplayed.reason.startswith("Not played: the swarm is too large for the time. Estimated: ")

@@ -58,7 +58,7 @@ def plan(**changed: Any) -> ThroughputPlan:
     """10 tokens/s, of which 60% go from a to c and 40% from a over b to c."""
     made = ThroughputPlan(
         solver="", seed=0, seconds=0.0, baselines={}, reason="", digest="", planned_for={"context": 10}, use={},
-        throughput={"tokens_per_s": 10.0},
+        throughput={"tokens_per_s": 10.0, "estimated": 10.0},
         spans={"a": [0, 2], "b": [1, 3], "c": [2, 4]},
         micro_batches={"a": 2, "b": 1, "c": 4},
         routes=[
@@ -94,7 +94,7 @@ def test_memory_holds_the_micro_batches_in_flight() -> None:
     around_s = 0.8 + 0.004 + 0.04 + 0.02 + 0.025 + 0.125
     used = 2e8 + (48 * direct_s * 2 + 32 * around_s) * 5e7 / 10
     small = {"a": 2, "b": 1, "c": 1}
-    found = share("memory", throughput={"tokens_per_s": 80.0}, micro_batches=small)
+    found = share("memory", throughput={"estimated": 80.0}, micro_batches=small)
     assert found == feasibility.Use(pytest.approx(used / 1e9), "a")  # type: ignore[arg-type]
 
 

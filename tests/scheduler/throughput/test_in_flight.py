@@ -101,20 +101,24 @@ def test_a_shorter_way_goes_first_where_memory_is_scarce() -> None:
 
 
 def test_peers_pause_for_their_steps_one_after_another_with_exact_gradients() -> None:
-    """Two hops: one micro-batch more is in flight than the step needs. Each lasts 0.2 s at 50 tokens/s.
+    """A chain that nobody else uses: after a step the pipeline is empty. A micro-batch lasts 0.2 s at 50 tokens/s.
 
-    The first hop pauses while a micro-batch takes its whole route, the second half as long before its commit comes.
+    Eight A100s in pairs reached 83,800 tokens/s; with a pause for each peer one after the other, 59,500 were expected.
     """
-    first_s, second_s = 4 * PASSES_S + 0.3, 2 * PASSES_S
-    pauses_s = first_s + (first_s + second_s) / 2
-    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([20 / (pauses_s + 0.2)])
-    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([1000 / (pauses_s + 99 * 0.2)])
+    first_s = 2 * PASSES_S + 0.3
+    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([10 / first_s])
+    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([990 / (first_s + 98 * 0.2)])
     assert in_flight.with_steps(pair(), [(50.0, [(0, 0, 2)])], 1).tolist() == [50.0]
 
 
 def test_hops_pause_for_the_micro_batches_of_all_origin_peers() -> None:
-    """Two origin peers with half of the micro-batches each get half of what one would carry alone."""
-    (alone,) = in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist()
+    """Two origin peers get half each of what one would carry if its hops paused one after the other.
+
+    One micro-batch more is in flight than the step needs. The first hop pauses while a micro-batch takes its whole
+    route, the second half as long before its commit comes.
+    """
+    first_s, second_s = 4 * PASSES_S + 0.3, 2 * PASSES_S
+    alone = 20 / (first_s + (first_s + second_s) / 2 + 0.2)
     together = in_flight.with_steps(trio(), [(25.0, ROUTE), (25.0, [(2, 0, 1), (1, 1, 2)])], 1)
     assert together.tolist() == pytest.approx([alone / 2, alone / 2])
 

@@ -1,6 +1,7 @@
 """Chains in which a micro-batch is on its way for the shortest time."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def apart(seed: int, peers: int) -> Floats:
 def chained(costs: Pipeline, waits: int | None = WAITS) -> list[Ints]:
     """Return both forms of chains of all peers."""
     problem = FlowProblem(costs.costs, np.zeros(costs.costs.peers, np.int64))
-    return short_chains(problem, [[np.arange(costs.costs.peers)]], costs, waits)
+    return short_chains(problem, [[np.arange(costs.costs.peers)]], costs, waits)[0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,6 +99,18 @@ def test_a_peer_left_over_takes_the_place_with_the_smallest_detour() -> None:
     assert beside_N2[2].tolist() == beside_N2[1].tolist()
 
 
+def test_plain_chains_share_no_peer_and_the_fastest_come_alone_too() -> None:
+    """Two fast peers and two that are ten times slower, each with memory for three of the four layers."""
+    costs = pipeline(np.full((4, 4), 0.01), layers=4, fit=3.0)
+    seconds_NL = costs.costs.seconds_NL * np.array([1, 10, 1, 10])[:, None]
+    costs = replace(costs, costs=replace(costs.costs, seconds_NL=seconds_NL))
+    problem = FlowProblem(costs.costs, np.zeros(4, np.int64))
+    fast, everyone = short_chains(problem, [[np.arange(4)]], costs, WAITS)[1]
+    assert sorted(fast.tolist()) == [[0, 0], [0, 0], [0, 2], [2, 4]]
+    assert not fast[1].any()
+    assert sorted(everyone.tolist()) == [[0, 2], [0, 2], [2, 4], [2, 4]]
+
+
 def test_peers_that_cannot_hold_the_model_form_no_chain() -> None:
     assert not np.any(chained(pipeline(apart(0, 3), layers=4)))
 
@@ -105,10 +118,11 @@ def test_peers_that_cannot_hold_the_model_form_no_chain() -> None:
 def test_a_search_begins_from_chains_where_no_peer_holds_much_of_the_model() -> None:
     """Two of 34 layers fit on each of 24 devices in ten cities: the first starts reach most of what searches find.
 
-    Without short chains, starts reached at most 128 tokens/s, and searches of 10 s 117 to 153, by the seed.
+    Without short chains, starts reached at most 128 tokens/s, and searches of 10 s 117 to 153, by the seed. Peers
+    beside a chain make its steps wait for those of others.
     """
     keys = ["model.depth=32", "model.width=4096", "model.vocabulary=32000", "model.context=2048"]
     problem = problem_of(topology.load("24-in-ten-cities"), config.load(None, keys), 1, 0.35)
     first, second, *_ = problem.starts(chance.arrays(0, "starts"))
     assert problem.evaluate(first).value > 150
-    assert problem.evaluate(second).value > problem.evaluate(first).value
+    assert problem.evaluate(first).value > problem.evaluate(second).value

@@ -21,6 +21,7 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import MOST_SOLVING_S, RESERVE, SearchBudget, SearchProgress
 from tests.scheduler.swarms import subset
 from tests.scheduler.throughput.plain_flow import plain_flow
@@ -260,6 +261,28 @@ def test_peers_move_where_a_plan_promises_more_than_staying() -> None:
     plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
     assert set(map(tuple, plan.spans.values())) == {(0, 4)}
     assert "Stay" not in plan.reason
+
+
+def test_a_judge_chooses_among_different_plans_and_says_what_the_plan_reaches() -> None:
+    """No peer holds the whole model; two are twice as fast, and are offered alone as well."""
+    profile = {"device": "gpu", "memory_bytes": 2.4e6, "up": 2.5e6, "down": 1e7, "latency_s": 0.02}
+    speeds = {"fast0": 2e8, "slow0": 1e8, "fast1": 2e8, "slow1": 1e8}
+    swarm = topology.topology_from_profiles({name: {**profile, "flops": one} for name, one in speeds.items()}, {})
+    model, offered = config.load(None, ["model.depth=4", "model.width=32", "model.context=32"]), list[ThroughputPlan]()
+
+    def judge(plans: Sequence[ThroughputPlan]) -> throughput_plan.Verdict | None:
+        offered.extend(plans)
+        return throughput_plan.Verdict(len(plans) - 1, 123.0, "Played: 123 tokens/s.")
+
+    plan = throughput_plan.throughput_plan(swarm, model, "genetic", 0, SearchBudget(rounds=5), judge=judge)
+    assert 1 < len(offered) <= 1 + throughput_plan.FINALISTS
+    assert len({str(one.spans) for one in offered}) == len(offered)
+    assert {"fast0", "fast1"} in [set(one.spans) for one in offered]
+    assert plan.spans == offered[-1].spans
+    assert plan.throughput["estimated"] == offered[-1].throughput["tokens_per_s"]
+    assert plan.throughput["tokens_per_s"] == 123.0
+    assert plan.reason.startswith("Played: 123 tokens/s. Estimated: ")
+    assert plan.gossip["weights"]
 
 
 def test_a_plan_says_for_which_model_and_speeds_it_is_made() -> None:
