@@ -82,8 +82,10 @@ METHODS: dict[str, Method] = {
         code="sparse", phi_every=1, slices=25, exponential=True, constants=outer_step.Constants(gamma=2.0)
     ),
     "exact-all": Method(exact=True, partners=NEVER, phi_every=NEVER),
+    "exact-all-muon": Method(exact=True, partners=NEVER, phi_every=NEVER, orthogonal=True),
     "exact-three": Method(exact=True, phi_every=1),
     "all-64": Method(code="sparse", partners=NEVER, phi_every=NEVER, rarer=64, kept=0.5),
+    "parts-sparse": Method(code="sparse", phi_every=NEVER, parts=True),
     "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }
 DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"

@@ -103,7 +103,7 @@ class Replicas:
         cut = self.shape.decayed()
         if self.optimizer == "muon":
             theta, gradient, first = (
-                self._block_matrices(row, peer) for row in (self.theta_PN, self.grad_PN, self.first_PN)
+                self.block_matrices(row, peer) for row in (self.theta_PN, self.grad_PN, self.first_PN)
             )
             muon_step(theta, gradient, first, rate, WEIGHT_DECAY)
         for part, decay in ((slice(0, self._adamws()), WEIGHT_DECAY), (slice(cut, None), 0.0)):
@@ -132,7 +132,7 @@ class Replicas:
         model = self.shape.model
         return 2 * model.vocabulary * model.d_model if self.optimizer == "muon" else self.shape.decayed()
 
-    def _block_matrices(self, rows_PN: Tensor, peer: int) -> list[Tensor]:
+    def block_matrices(self, rows_PN: Tensor, peer: int) -> list[Tensor]:
         """Views of the blocks' matrices in this peer's row."""
         found: list[Tensor] = []
         for name, view in self.shape.views(rows_PN[peer : peer + 1]).items():

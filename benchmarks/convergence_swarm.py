@@ -28,6 +28,7 @@ from decentral.comm.gossip.outer_kernels import SPARSE_CODEC, rho_of
 from decentral.comm.gossip.pull_rule import UNSENT_KEPT
 from decentral.core import config, rng
 from decentral.data import corpora
+from decentral.engine.muon import orthogonalised
 
 SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
@@ -63,6 +64,7 @@ class Method:
     beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
     kappa: float = 0.0  # how far AdamW's first moment follows the merged step
     parts: bool = False  # owners of parts send means, in the place of partners' own pseudo-gradients
+    orthogonal: bool = False  # the blocks' matrices of a mean are made semi-orthogonal, and as long as our own
     missed: float = 0.0  # the chance that a window's end passes, because the last one's pulls are still under way
 
 
@@ -239,12 +241,22 @@ class Swarm:
         for pull in arrived:
             taken = self.replicas.steps[pull.peer] + int(self.method.beside)  # when the correction is added
             rho = self.method.rho or rho_of(taken - pull.steps, self.method.late_as or self.setting.optimizer)
-            outcome = outer_step.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
+            parts = self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho
+            outcome = outer_step.merge(*parts, self._orthogonal if self.method.orthogonal else None)
             outcome = self._kept(outcome, rho) if self.method.code == SPARSE_CODEC else outcome
             self.slow[pull.peer] = outcome.slow
             self._shift_moment(pull, outcome, rho * self.method.kappa)
             pending = self.pending[pull.peer]
             self.pending[pull.peer] = outcome.correction if pending is None else pending + outcome.correction
+
+    def _orthogonal(self, mean_N: Tensor, own_N: Tensor) -> Tensor:
+        """The mean of windows with nearly semi-orthogonal matrices, which are as long as our own, in the blocks."""
+        found_N = mean_N.clone()
+        matrices, ours = (self.replicas.block_matrices(row_N[None], 0) for row_N in (found_N, own_N))
+        for matrix, own in zip(matrices, ours, strict=True):
+            matrix.copy_(orthogonalised(matrix.contiguous()))
+            matrix.mul_(own.norm() / matrix.norm().clamp_min(1e-30))
+        return found_N
 
     def _kept(self, outcome: outer_step.OuterStep, rho: float) -> outer_step.OuterStep:
         """The outer step towards slow weights that have a part of this peer's own progress that is not sent yet."""

@@ -94,9 +94,17 @@ def close(slow: Slow, theta: Tensor, quantise: Quantise) -> tuple[Slow, Tensor]:
 
 
 def merge(
-    slow: Slow, own: WindowUpdate, partners: Sequence[WindowUpdate], constants: Constants, rho: float
+    slow: Slow,
+    own: WindowUpdate,
+    partners: Sequence[WindowUpdate],
+    constants: Constants,
+    rho: float,
+    reshape: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> OuterStep:
-    """Takes the outer step of our closed window with those of our partners; none of them is a solo step."""
+    """Takes the outer step of our closed window with those of our partners; none of them is a solo step.
+
+    `reshape` changes the mean of the pseudo-gradients, given our own, before it moves the slow weights.
+    """
     everyone = [own, *partners]
     weights = token_weights([window.tokens for window in everyone])
     step, apart = torch.zeros_like(own.pseudo_gradient), torch.zeros_like(own.pseudo_gradient)
@@ -104,6 +112,7 @@ def merge(
         step += weight * window.pseudo_gradient
         if window.phi is not None:
             apart[window.part] += weight * (slow.phi - window.phi)[window.part]
+    step = step if reshape is None else reshape(step, own.pseudo_gradient)
     momentum = constants.alpha * slow.momentum + step
     phi = slow.phi - constants.beta * (step + constants.alpha * momentum) - constants.gamma * apart
     correction = rho * (phi - slow.baseline)

@@ -1,6 +1,7 @@
-"""Audits of next peers' answers: another holder of the same layers recomputes a random part of the answers.
+"""Audits of next peers' answers: another holder of the same layers recomputes unusual answers, and some at random.
 
-    an answer comes --by chance--> ForwardRequest with the same activations to another peer --> compare both gradients
+    an answer comes --by chance, or if it is unusual--> ForwardRequest with the same activations to another peer
+    it answers            --> compare both gradients
     the gradients agree   --> both answers were right
     the gradients differ  --> a third peer is asked; if two answers agree, the other answer was wrong (`Reputations`)
                               no two answers agree, or no peer is left to ask --> no peer is blamed
@@ -13,10 +14,13 @@ peer that has seen both numbers can recognise an audit. The executions of an aud
 
 An audit costs the passes through all later layers. An aborted execution costs its passes once more with exact
 gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds
-AUDIT_SHARE of a micro-batch to its budget for audits, and the budget may be overdrawn by OPENING_AUDITS requests, but
-by one for each OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often while
-they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever new
-names.
+AUDIT_SHARE of this peer's own passes to its budget for audits, so the audits of all peers along a route cost that share
+of its passes, however many peers there are. The budget may be overdrawn by OPENING_AUDITS requests, but by one for each
+OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often while they are right. An
+audit that finds a wrong answer is not charged, since liars could use up the budget under ever new names.
+
+An answer is unusual if the loss or the norm of the gradient is far from those of earlier answers for the same layers
+(`Usual`; the idea of SENTINEL, arXiv 2603.03592). It is audited at once, however much its peer is trusted.
 """
 
 import itertools
@@ -39,8 +43,9 @@ from decentral.core.journal.field_kinds import Verdict
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
-AUDIT_SHARE = 0.01  # each micro-batch that a peer sends on adds this part of a micro-batch to its budget for audits
-STEADY = 0.5  # this part of AUDIT_SHARE is for peers with many right answers; the rest is for new peers and known liars
+AUDIT_SHARE = 0.004  # a micro-batch that a peer sends on adds this part of the peer's passes to its budget for audits
+LEAST_OWN = 0.1  # a peer's passes count as at least this part of the model's, so that one with few layers audits, too
+STEADY = 0.75  # this part of AUDIT_SHARE is for peers with many right answers, the rest for new peers and known liars
 OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
 OPENING_EVERY = 8  # of these requests on credit, at most one is sent for this many answers
 OPEN_AUDITS = 4  # at most this many audits run at a time: each keeps a micro-batch's activations in memory
@@ -52,6 +57,8 @@ LEAST_BLAME = 0.25  # a wrong answer counts at least this much, even if its peer
 LEAST_COSINE = 0.5  # the cosine of the two gradients must be at least this
 MOST_RATIO = 2.0  # neither gradient's L2 norm may be more than this many times the other's
 MOST_LOSS_RATIO = 1.5  # neither loss may be more than this many times the other
+UNUSUAL_AUDITS = 4  # the budget may be overdrawn by this many more requests to audit unusual answers
+UNUSUAL_AFTER = 8  # answers for the same layers, before one can be unusual
 
 
 def twin(number: int) -> int:
@@ -60,6 +67,25 @@ def twin(number: int) -> int:
     Numbers form pairs (2k, 2k + 1). The origin peer takes one number of a pair at random, and never uses the other.
     """
     return number ^ 1
+
+
+@dataclass(slots=True)
+class Usual:
+    """The usual size of a number: a running geometric mean, which a single number changes little."""
+
+    log: float = 0.0
+    seen: int = 0
+
+    def differs(self, number: float, most_ratio: float) -> bool:
+        """Return whether a number is more than `most_ratio` times as large, or as small, as usual; count it, too."""
+        if not 0 < number < math.inf:
+            return self.seen >= UNUSUAL_AFTER
+        limit, apart = math.log(most_ratio), math.log(number) - self.log
+        far = self.seen >= UNUSUAL_AFTER and abs(apart) > limit
+        bounded = max(-limit, min(limit, apart)) if self.seen else apart
+        self.seen += 1
+        self.log += max(NEWEST_WEIGHT, 1 / self.seen) * bounded
+        return far
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +109,7 @@ class Audit:
     id: ExecutionId  # id under which the audit requests the execution (see `twin`)
     of: int  # number that the origin peer gave the micro-batch
     hop: NextHop
+    cost: float  # of one request, in passes of a micro-batch through the whole model
     sequences: int
     patience_s: Seconds  # the time that the audited peer was given for its answer
     hold_s: Seconds  # the time for which the audited peer was asked to hold its gradients, for the origin's decision
@@ -91,7 +118,7 @@ class Audit:
     opinions: list[Opinion]
     # Similarity of two opinions; the key is their indices in `opinions`.
     likeness: dict[tuple[int, int], Likeness] = field(default_factory=dict)
-    costs: list[float] = field(default_factory=list)  # cost in micro-batches of each request that has not failed
+    costs: list[float] = field(default_factory=list)  # cost of each request that has not failed
 
     def agree(self, one: int, other: int) -> bool:
         """Return whether two opinions are as similar as the answers of honest replicas; `one` is the lower index."""
@@ -122,9 +149,11 @@ class RouteAudits:
     forwarding: Forwarding
     chance: Random | None  # secret, so that no peer can predict which of its answers is audited; None: no audits
     answers: int = 0  # number of gradients that came back
-    owed: float = 0.0  # cost of audits, in micro-batches, that the budget has not covered yet
+    owed: float = 0.0  # cost of audits, in passes through the whole model, that the budget has not covered yet
     open: dict[int, Audit] = field(default_factory=dict)
     _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; an abort may drop them all
+    # For each first layer of next peers: the usual loss of a token, and the usual norm of a gradient.
+    _usual: dict[int, tuple[Usual, Usual]] = field(default_factory=dict)
     _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -132,51 +161,78 @@ class RouteAudits:
         self._in_sum = self.forwarding.stage.micro_batches_per_step + 1.0
 
     @property
-    def cost(self) -> float:
-        """Return the cost of an audit request in micro-batches: its computation, and what its abort costs.
+    def times(self) -> float:
+        """Return how many times an audit costs the passes that it repeats: once, and once more for its abort.
 
         An abort takes the gradient out of its sum by computing it again, or else drops the whole sum.
         """
         return 2.0 if self.forwarding.stage.undoes else 1.0 + self._in_sum
 
+    def price(self, first: int, last: int) -> tuple[float, float]:
+        """Return what an answer adds to the budget and what its audit costs, in passes through the whole model.
+
+        Args:
+            first: The first layer of this peer's execution.
+            last: The first layer of the next peer's execution.
+        """
+        load = self.forwarding.load
+        allowed = AUDIT_SHARE * max(LEAST_OWN, load.share(first, last))
+        return allowed, self.times * load.share(last, load.stage.layers)
+
     def stepped(self, micro_batches: int) -> None:
         """Update the average number of micro-batches in a gradient sum: a sum of `micro_batches` is complete."""
         self._in_sum += NEWEST_WEIGHT * (micro_batches - self._in_sum)
 
-    def gave_back(self, execution: StageExecution, event: Answered, now: Seconds) -> list[Effect]:
-        """Audit a next peer's answer, with a probability that follows from the peer's reputation and the budget.
+    def gave_back(self, execution: StageExecution, given_norm: float | None, now: Seconds) -> list[Effect]:
+        """Audit a next peer's answer if it is unusual, or by chance, as the peer's reputation and the budget allow.
 
-        The caller must pass every gradient that comes back, since each gradient adds to the budget.
+        The caller must pass every gradient after its backward pass, since each gradient adds to the budget.
+
+        Args:
+            execution: The execution that got the gradient.
+            given_norm: L2 norm of the gradient; None if it was not measured.
+            now: Present time.
 
         Returns:
             The request to another peer; no effects if the answer is not audited.
         """
+        hop, id, chance, known = execution.sent, execution.next_id, self.chance, self.forwarding
+        assert isinstance(hop.place, Sent)
+        assert hop.response is not None
+        peer, sent_at, unusual = hop.place.to, hop.place.at, self._is_unusual(execution, hop.response, given_norm)
+        allowed, cost = self.price(execution.id.first, execution.last)
         self.answers += 1
-        self.owed = max(0.0, self.owed - AUDIT_SHARE)
-        response, chance = event.envelope.message, self.chance
-        assert isinstance(response, BackwardResponse)
-        if chance is None or self.forwarding.stage.synchronous or len(self.open) >= OPEN_AUDITS:
+        self.owed = max(0.0, self.owed - allowed)
+        if chance is None or known.stage.synchronous or len(self.open) >= OPEN_AUDITS:
             return []
-        seldom, credit = self.cost / (AUDIT_SHARE * STEADY), min(OPENING_AUDITS - 1, self.answers // OPENING_EVERY)
-        if (
-            self.owed > credit * self.cost
-            or chance.random() * min(seldom, self.forwarding.trust.interval(event.peer)) >= 1
-        ):
+        credit = min(OPENING_AUDITS - 1, self.answers // OPENING_EVERY) + UNUSUAL_AUDITS * unusual
+        seldom = cost / (STEADY * allowed)
+        often = 1.0 if unusual else 1 / max(1.0, min(seldom, known.trust.interval(peer)))
+        if self.owed > credit * cost or chance.random() >= often:
             return []
-        hop, sent_at, id = execution.sent, now - event.seconds, execution.next_id
         audit = Audit(
             token=next(self._tokens),
             id=ExecutionId(id.origin, twin(id.number), id.first),
             of=id.number,
-            hop=NextHop(hop.tokens, hop.layout, hop.payload, hop.gradients, tried=[event.peer]),
+            hop=NextHop(hop.tokens, hop.layout, hop.payload, hop.gradients, tried=[peer]),
+            cost=cost,
             sequences=execution.sequences,
             patience_s=min(MAX_ROUTE_S, execution.deadline() - sent_at),
             hold_s=min(MAX_ROUTE_S, execution.until - sent_at),
-            deadline_s=max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * event.seconds),
+            deadline_s=max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * hop.took_s),
             age_s=sent_at - execution.drawn,
-            opinions=[Opinion(event.peer, response, event.envelope.blob)],
+            opinions=[Opinion(peer, hop.response, hop.gradient)],
         )
         return self._ask(audit, now, chance)
+
+    def _is_unusual(self, execution: StageExecution, response: BackwardResponse, given_norm: float | None) -> bool:
+        """Return whether an answer's loss or gradient differs from earlier answers for the same layers."""
+        tokens = max(1, execution.sent.tokens)
+        loss, norm = self._usual.setdefault(execution.last, (Usual(), Usual()))
+        found = loss.differs(response.loss / tokens, MOST_LOSS_RATIO)
+        if given_norm is not None:
+            found |= norm.differs(given_norm / math.sqrt(tokens), MOST_RATIO)
+        return found
 
     def _ask(self, audit: Audit, now: Seconds, chance: Random) -> list[Effect]:
         """Ask one more random peer, or end the audit if no peer is left to ask.
@@ -193,7 +249,7 @@ class RouteAudits:
         to = chance.choice(new)
         hop.send(Sent(to, now, math.inf, math.inf))
         self.open[audit.token] = audit
-        audit.costs.append(self.cost)
+        audit.costs.append(audit.cost)
         self.owed += audit.costs[-1]
         run, sequences, drawn = known.stage.run, audit.sequences, max(0.0, now - audit.age_s)
         request = ForwardRequest(

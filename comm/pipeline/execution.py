@@ -111,6 +111,8 @@ class NextHop:
     busy: list[PeerId] = field(default_factory=list)  # peers that have refused as busy since the last pause
     refusals: int = 0  # number of refusals; a set of offers that no peer accepts counts as CANDIDATES refusals
     response: BackwardResponse | None = None  # the message that came with the gradient
+    gradient: bytes = b""  # the encoded gradient that came with it
+    took_s: Seconds = 0.0  # from the sending of the activations to the gradient
 
     @property
     def most_bytes(self) -> int:
@@ -192,10 +194,10 @@ class StageExecution:
         """Store the results of the forward pass: the activations, and the number of sequences in the micro-batch."""
         self.next_hop, self.sequences = next_hop, sequences
 
-    def gradient_came(self, peer: PeerId, response: BackwardResponse) -> None:
-        """Enter state BACKWARD, because the next peer has returned the gradient and this response."""
+    def gradient_came(self, peer: PeerId, response: BackwardResponse, gradient: bytes, took_s: Seconds) -> None:
+        """Enter state BACKWARD, because the next peer has returned the gradient and this response after `took_s`."""
         self.move(ExecutionEvent.GRADIENT_CAME, f"gradient from {peer}")
-        self.sent.response = response
+        self.sent.response, self.sent.gradient, self.sent.took_s = response, gradient, took_s
 
     @property
     def next_id(self) -> ExecutionId:

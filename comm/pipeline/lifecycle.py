@@ -93,13 +93,13 @@ class ExecutionLifecycle:
                 trusted = self.forwarding.trust.weight(event.peer, now) > 0  # False if an audit has suspended the peer
                 if trusted and self.forwarding.fits(execution.sent, execution.last, event.peer, response, blob):
                     self.forwarding.scheduler.served(event.peer, event.seconds)
-                    execution.gradient_came(event.peer, response)
+                    execution.gradient_came(event.peer, response, blob, event.seconds)
                     thin = self.forwarding.view.is_thin()
                     job = Backward(execution.token, response.layout, blob, thin)
                     if isinstance(execution, ForwardedExecution):
                         execution.keep_backward(job)
                     self.table.jobs.push(job)
-                    return self.audits.gave_back(execution, event, now)
+                    return []
         return self.forwarding.missed(execution, event.peer, now)
 
     def _is_silent(self, event: AskFailed, now: Seconds) -> bool:
@@ -168,6 +168,7 @@ class ExecutionLifecycle:
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
         response = execution.next_hop.response if execution.next_hop else None
         hops, loss = (response.hops, response.loss) if response else ((), done.loss)
+        effects = self.audits.gave_back(execution, done.given_norm, now) if response else []
         if isinstance(execution, OwnExecution) and not response:
             execution.name(done.number)
         undo = execution.undo if isinstance(execution, ForwardedExecution) else None
@@ -175,7 +176,7 @@ class ExecutionLifecycle:
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
-            return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
+            return effects + self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
         if not isinstance(execution, ForwardedExecution):
             self.completed += 1
             route = tuple(PeerId(hop.peer) for hop in hops)
@@ -183,7 +184,7 @@ class ExecutionLifecycle:
             self.table.commits.commit(execution.id, hops, done.tokens)
             self.table.end(execution, ExecutionEvent.COMPLETED, "complete")
             self.table.ledger.completed(execution.token, hops)
-            return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
+            return effects + self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         stage, until = self.admission.stage, execution.until
         if not stage.synchronous:  # in synchronous training, gradients are held until the round ends
             took_s, route_s = now - execution.started_at, self.forwarding.whole_route_s(execution, done.tokens)
@@ -193,7 +194,7 @@ class ExecutionLifecycle:
         execution.hold(answer, until, now)
         usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
         self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
-        effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
+        effects += self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + execution.replies()
 
     def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:

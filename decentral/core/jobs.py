@@ -512,6 +512,7 @@ class BackwardDone:
     layout: Layout
     blob: bytes
     number: int = 0  # number by which other peers know this peer's own micro-batch; 0 for another peer's micro-batch
+    given_norm: float | None = None  # L2 norm of the gradient in the job `Backward`; None: the job had none
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def muon_step(
         return
     for matrix, gradient, momentum in zip(matrices, gradients, momenta, strict=True):
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        update = _orthogonalised(gradient.lerp_(momentum, MOMENTUM))  # Nesterov's momentum
+        update = orthogonalised(gradient.lerp_(momentum, MOMENTUM))  # Nesterov's momentum
         matrix.mul_(1 - rate * decay)
         matrix.add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape)))
 
@@ -160,7 +160,7 @@ class _Scratch(threading.local):
 scratch = _Scratch()
 
 
-def _orthogonalised(matrix: Tensor) -> Tensor:
+def orthogonalised(matrix: Tensor) -> Tensor:
     """Bring a CPU matrix's singular values near 1 by Newton-Schulz iterations, in place, and return the matrix."""
     a, b, c = _NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]

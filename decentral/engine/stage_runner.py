@@ -174,7 +174,7 @@ class StageRunner:
         self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD)
         done = self._backed(job, execution, 0.0)
         self._slow_down(execution, began, forward=False)
-        return done
+        return replace(done, given_norm=float(gradient_BTD.norm()))
 
     def undo(self, job: jobs.Undo) -> jobs.Undone:
         """Run an execution's passes again, and subtract the gradients from the open sum.

@@ -358,7 +358,10 @@ def test_either_form_is_read_by_all(setup_of: MakeSetup, thin: bool) -> None:
     back = after.do(jobs.Forward(1, 2, 5, drawn.sequences, drawn.layout, drawn.blob, thin))
     assert isinstance(back, jobs.BackwardDone)
     assert back.layout[0].codec == ("q4" if thin else "bf16")
-    assert isinstance(before.do(jobs.Backward(1, back.layout, back.blob, thin)), jobs.BackwardDone)
+    backed = before.do(jobs.Backward(1, back.layout, back.blob, thin))
+    assert isinstance(backed, jobs.BackwardDone)
+    given = blockwise.decode(back.layout[0].codec, memoryview(back.blob), back.layout[0].elements)
+    assert backed.given_norm == pytest.approx(float(given.norm()))
 
 
 def test_a_micro_batch_of_our_own_through_the_whole_model_goes_back_at_once(setup_of: MakeSetup) -> None:

@@ -1,5 +1,6 @@
 """Audits of routes: who gives back something else than two others is found out, and honest peers are left alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -7,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decentral.comm.pipeline.audits import AUDIT_SHARE, OPENING_AUDITS, twin
-from decentral.comm.pipeline.next_peer import NO_ROUTES_S
+from decentral.comm.pipeline.audits import AUDIT_SHARE, OPENING_AUDITS, UNUSUAL_AFTER, Usual, twin
+from decentral.comm.pipeline.next_peer import MOST_RIGHT, NO_ROUTES_S
 from decentral.comm.wire.messages import ForwardRequest
 from decentral.comm.wire.transport import Ask
 from decentral.core import jobs
@@ -20,6 +21,7 @@ from tests.journal_lines import audited
 
 CUTS = cuts_of([100, 100, 100])
 SAME = jobs.Likeness(1.0, 1.0)
+NORMS = (1.0, 1.0, 10.0, 0.0)  # of a gradient, by its first byte; the first is honest
 
 
 @dataclass
@@ -30,6 +32,8 @@ class AuditedDevice(Device):
     """
 
     lies: bool = False
+    lie: int = 1  # the gradient that it sends, an index of NORMS
+    answered: int = 0
     chance: Random = field(default_factory=lambda: Random(7))
     names: MicroBatchNames = field(default_factory=lambda: MicroBatchNames.known("a"))
 
@@ -38,10 +42,12 @@ class AuditedDevice(Device):
         match job:
             case jobs.Draw():
                 return replace(outcome, number=self.names.pair(outcome.number) + self.chance.randrange(2))
-            case jobs.Backward() if any(job.blob):
-                outcome = replace(outcome, blob=job.blob)
-        if isinstance(outcome, jobs.BackwardDone) and self.lies:
-            return replace(outcome, blob=b"\1" * 16)
+            case jobs.Backward():
+                outcome = replace(outcome, blob=job.blob, given_norm=NORMS[job.blob[0]])
+        if isinstance(outcome, jobs.BackwardDone):
+            self.answered += 1
+            if self.lies:
+                return replace(outcome, blob=bytes([self.lie]) * 16)
         return outcome
 
 
@@ -138,8 +144,52 @@ def test_nothing_counts_twice_and_audits_cost_what_they_may(per_step: int) -> No
     dropped = [line for of_peer in world.lines() for line in of_peer if line["event"] == "uncounted"]
     audits = sum(len(line["peers"]) - 1 for _, line in lines(world))
     spent = audits + sum(len(line["of"]) - line["void"] for line in dropped)  # those of audits themselves count once
-    once = sum(OPENING_AUDITS * world.peers[PeerId(name)].routes.audits.cost for name in "AB")
-    assert 0 < spent <= AUDIT_SHARE * found.everywhere + once
+    once = sum(OPENING_AUDITS * world.peers[PeerId(name)].routes.audits.times for name in "AB")
+    own, last = 2 / 3, 1 / 3  # of the model: what A and B compute, and what an audit repeats
+    assert 0 < last * spent <= AUDIT_SHARE * own * found.everywhere + last * once
+
+
+@pytest.mark.parametrize("middle", ["", "M"])
+def test_audits_cost_one_share_of_all_passes_however_many_peers_a_route_has(middle: str) -> None:
+    world = swarm("X", middle=middle, overlap=False)
+    prices = [
+        world.peers[PeerId(name)].routes.audits.price(first, first + 1 if middle else 2)
+        for first, name in enumerate("A" + middle)
+    ]
+    assert [round(cost / (2 * 2 / 3), 3) for _, cost in prices] == ([1.0, 0.5] if middle else [0.5])
+    assert sum(allowed for allowed, _ in prices) == pytest.approx(AUDIT_SHARE * 2 / 3)  # the end audits nobody
+
+
+@pytest.mark.parametrize("lie", [2, 3])
+def test_a_trusted_peer_whose_gradients_become_unusual_is_found_within_twenty_answers(lie: int) -> None:
+    world = swarm("XYZ")
+    world.start()
+    world.run(20.0)
+    liar, trusts = world.peers[PeerId("X")].device, [world.peers[PeerId(name)].routes.forwarding.trust for name in "AB"]
+    assert isinstance(liar, AuditedDevice)
+    for trust in trusts:
+        trust.by_peer[PeerId("X")].right = MOST_RIGHT
+    before, liar.lies, liar.lie = liar.answered, True, lie
+    while any(trust.weight(PeerId("X"), world.now) for trust in trusts):
+        world.run(0.1)
+        assert liar.answered <= before + 20
+    assert wrong(world) == {"X"}
+
+
+def test_an_answer_is_unusual_if_it_is_far_from_many_before_it() -> None:
+    usual = Usual()
+    sizes = [1.0 + 0.4 * math.sin(number) for number in range(200)]
+    assert not any(usual.differs(size, 2.0) for size in sizes)
+    assert usual.differs(3.0, 2.0)
+    assert usual.differs(0.3, 2.0)
+    assert all(usual.differs(size, 2.0) for size in (0.0, math.inf, math.nan))
+    assert not usual.differs(1.0, 2.0), "what is unusual changes little"
+    assert not any(usual.differs(0.99**number, 2.0) for number in range(500)), "as a loss falls"
+
+
+def test_before_many_answers_none_is_unusual() -> None:
+    usual = Usual()
+    assert not any(usual.differs(10.0**number, 2.0) for number in range(UNUSUAL_AFTER))
 
 
 def test_with_exact_gradients_an_audit_drops_its_own_executions_only() -> None:
