@@ -113,7 +113,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     "scipy": {
         "scheduler.sync": "step_needs",
         "scheduler.partners": "mixing",
-        "scheduler.throughput": "bound in_flight max_flow milp routing sparse_rows",
+        "scheduler.throughput": "bound max_flow milp planned_in_flight routing sparse_rows",
     },
     "hivemind": {
         "comm.net": "daemon libp2p libp2p_directory libp2p_services dht_calls dht_values",

@@ -28,10 +28,10 @@ from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.trials import SLIGHTLY
 from decentral.scheduler.throughput import bound, link_limits, max_flow, milp, peer_groups, routes, rows
 from decentral.scheduler.throughput.estimates import Estimates
-from decentral.scheduler.throughput.in_flight import Carried, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches, span_bytes
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.throughput.peer_kinds import access_limited
+from decentral.scheduler.throughput.planned_in_flight import Carried, Flights
 from decentral.scheduler.throughput.short_chains import short_chains
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
