@@ -139,7 +139,7 @@ class RouteAudits:
         """
         return 2.0 if self.forwarding.stage.undoes else 1.0 + self._in_sum
 
-    def stepped(self, micro_batches: int) -> None:
+    def sum_complete(self, micro_batches: int) -> None:
         """Update the average number of micro-batches in a gradient sum: a sum of `micro_batches` is complete."""
         self._in_sum += NEWEST_WEIGHT * (micro_batches - self._in_sum)
 

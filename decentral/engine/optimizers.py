@@ -69,31 +69,6 @@ class StretchOptimizer(Protocol):
         """
 
 
-def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float, void: Tensor) -> None:
-    """Take one optimizer step of all parameter ranges, with one call of `step` for all ranges of the same `kind`.
-
-    Fewer calls save time on a GPU, which waits for its host between calls.
-
-    Args:
-        work: Optimizers of parameter ranges, with the tensors of their steps; weights and moments change in place.
-        steps: Number of optimizer steps taken before this step.
-        rate: The learning rate.
-        void: Scalar as in `StretchOptimizer.step`: 1 if nothing may change.
-    """
-    kinds: dict[Hashable, list[tuple[StretchOptimizer, Operands]]] = {}
-    for stretch, operands in work:
-        kinds.setdefault(stretch.kind, []).append((stretch, operands))
-    for alike in kinds.values():
-        parts = [operands for _, operands in alike]
-        together = Operands(
-            [one for part in parts for one in part.weights],
-            [one for part in parts for one in part.gradients],
-            [one for part in parts for one in part.first],
-            [one for part in parts for one in part.second],
-        )
-        alike[0][0].step(together, steps, rate, void)
-
-
 @dataclass(frozen=True, slots=True)
 class AdamW:
     """AdamW for one parameter range, computed by torch's fused kernel."""

@@ -250,7 +250,7 @@ class StageRunner:
         applied: list[tuple[int, int, int]] = []
         for index, live in enumerate(self.lives):
             gradient, tokens = sums.sealed[slot][index], sums.sealed_tokens[slot][index]
-            with self.ahead.step(index) if self.ahead and tokens else nullcontext():
+            with self.ahead.during_step(index) if self.ahead and tokens else nullcontext():
                 if tokens and step_clipped(live, gradient.div_(tokens), lr_step, tokens):
                     applied.append((live.fragment.first, live.fragment.last, tokens))
         self.drop(slot)

@@ -158,7 +158,7 @@ class Node:
         self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self.present, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance)
-        self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
+        self.handlers.register(self._pass_step_on, jobs.Stepped, jobs.Sealed)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
         if setup.private:
@@ -346,7 +346,7 @@ class Node:
         reviewed = self._review_routes_and_span(self.route_planner, now)
         return [*lines, *reviewed, *self.route_planner.routes.handle(Woke(), now)]
 
-    def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
+    def _pass_step_on(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
         effects: list[PeerEffect] = [*self.progress.handle(event, now), *routed]

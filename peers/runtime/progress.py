@@ -52,7 +52,7 @@ class TrainingSpeed:
     _stepped_at: Seconds | None = None
     _step_s: Seconds = 0.0
 
-    def stepped(self, now: Seconds, joined_at: Seconds | None) -> None:
+    def note_step(self, now: Seconds, joined_at: Seconds | None) -> None:
         """Record that a step ended at `now`; the first step counts from `joined_at`."""
         before = joined_at if self._stepped_at is None else self._stepped_at
         self._step_s, self._stepped_at = 0.0 if before is None else now - before, now
@@ -118,7 +118,7 @@ class SaveTimes:
         """Make a checkpoint due now."""
         self.due_at = now
 
-    def stepped(self, now: Seconds) -> None:
+    def begin_if_idle(self, now: Seconds) -> None:
         """Make a checkpoint due now if none is scheduled or being written; called after each step."""
         if self.due_at is None and self.since is None:
             self.due_at = now
@@ -225,7 +225,7 @@ class TrainingProgress:
         """Handle a step, a timer event (Woke), or the outcome of an evaluation, checkpoint or failed job."""
         match event:
             case Stepped():
-                return self._stepped(event, now)
+                return self._count_step(event, now)
             case Sealed(sound=sound):
                 return [] if sound else self._judged(True, None, now)  # without a finite gradient, the step is skipped
             case Evaluated(tokens, loss, seconds):
@@ -287,10 +287,10 @@ class TrainingProgress:
         )
         return [Log(line)]
 
-    def _stepped(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
+    def _count_step(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)
-        self.rate.stepped(now, self.joined_at)
-        self._saves.stepped(now)
+        self.rate.note_step(now, self.joined_at)
+        self._saves.begin_if_idle(now)
         self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
@@ -305,7 +305,7 @@ class TrainingProgress:
 
     def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[ProgressEffect]:
         """Pass a step to `divergence`, and return its warnings; also return Stop if training does not recover."""
-        lines = self.divergence.stepped(dropped, loss, now)
+        lines = self.divergence.judge_step(dropped, loss, now)
         return [*lines, *([Stop(self.divergence.trouble)] if self.divergence.hopeless else ())]
 
     def _due(self, now: Seconds) -> list[ProgressEffect]:

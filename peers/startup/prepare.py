@@ -210,7 +210,7 @@ def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tu
         restored = False
     if island and not island.sharded:  # the other ranks get the weights of this rank
         island.assign(replace(assigned, micro_batch=compute.sequences))
-        island.hold(compute.span)
+        island.wrap(compute.span)
     return compute, restored
 
 

@@ -28,7 +28,7 @@ def test_three_steps_change_the_weights_as_our_optimizer_does(optimizer: str) ->
         for layers in (ours, theirs):
             Chain(layers).loss(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()  # type: ignore[no-untyped-call]
         inner.clip()
-        inner.step(0.01, 32)
+        inner.step_all(0.01, 32)
         nn.utils.clip_grad_norm_(nn.Sequential(*theirs).parameters(), run.train.clip_norm)
         other.step()
     for mine, their in zip(nn.Sequential(*ours).parameters(), nn.Sequential(*theirs).parameters(), strict=True):

@@ -114,7 +114,7 @@ def lead(island: Island, folder: Path, settings: Settings, script: list[Callable
     compute = compute_of(folder, ranks=island, **settings)  # type: ignore[arg-type]
     run, peer = compute.setup.config, compute.setup.peer
     island.assign(Assignment(run, peer, compute.sequences))
-    island.hold(compute.span)
+    island.wrap(compute.span)
     for act in script:
         act(compute)
     island.close()

@@ -49,7 +49,7 @@ def losses(train: config.TrainConfig, steps: int) -> list[float]:
     """Of a model that sees the same micro-batch again and again."""
     layers = decoder.build(MODEL, 0)
     inner = trained_by(layers, train)
-    return [train_step(Chain(layers), lambda: batch(0), inner, step, train, CPU).loss for step in range(steps)]
+    return [train_step(Chain(layers), [batch(0)], inner, step, train, CPU).loss for step in range(steps)]
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def test_on_the_cpu_the_products_of_muon_are_in_bf16_where_that_is_faster(
 def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_else() -> None:
     by_muon, by_adamw, before = decoder.build(MODEL, 0), decoder.build(MODEL, 0), decoder.build(MODEL, 0)
     for layers, train in ((by_muon, MUON), (by_adamw, ADAMW)):
-        train_step(Chain(layers), lambda: batch(0), trained_by(layers, train), 0, train, CPU)
+        train_step(Chain(layers), [batch(0)], trained_by(layers, train), 0, train, CPU)
     rows = zip(*(nn.ModuleList(one).named_parameters() for one in (by_muon, by_adamw, before)), strict=True)
     for (name, ours), (_, plain), (_, old) in rows:
         layer = int(name.split(".")[0])

@@ -301,7 +301,7 @@ def test_ranks_without_the_folder_of_the_initial_weights_await_those_of_other_pe
     tools = RuleTools(blockwise, TorchKernels(blockwise))
     span = Span(run, PeerId("A"), tools, Device(CPU, torch.float32, ranks=ranks))
     assert not sharded.draws(model)
-    span.hold(0, span.model_layers)
+    span.build_layers(0, span.model_layers)
     with pytest.raises(StartWeightsError, match="give --model-from DIR"):
         span.draw()
     span.given(range(len(span.cuts)))
