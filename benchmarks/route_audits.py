@@ -44,7 +44,7 @@ from decentral.sim.swarm import SwarmSettings
 LIAR = 4
 SPANS = ((0, 4), (4, 5), (0, 4), (4, 5), (4, 5))
 SETTINGS = (
-    *("model.width=64", "model.depth=3", "model.context=64", "train.micro_batch=8", "train.eval_sequences=256"),
+    *("model.width=64", "model.depth=3", "model.context=64", "train.micro_batch=8"),
     *("train.learning_rate=8e-3", "train.warmup_steps=20", "gossip.core_share=1", "gossip.window_s=5"),
     *("gossip.start_window_s=1", "gossip.fragment_parameters=10000"),
 )

@@ -102,7 +102,7 @@ class Compute(JobRunner):
         self.threads = JobThreads(self.program, self._failure_of, edge_clock)
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank if ranks.readers > 1 else 0, ranks.readers)
         self.read_micro_batch = setup.corpus.micro_batches(reading)
-        self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
+        self.held_out = setup.corpus.evaluation(run.eval_sequences)
         size = run.train.micro_batch
         if size == "auto":
             size = 1 if ranks.sharded else measure.micro_batch(span.forward, run.model, setup.device)

@@ -36,6 +36,7 @@ from decentral.scheduler.placement.recover import LayerRecovery
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
 SPAN_REVIEW_S = 2.0
+REPLICAS = 2  # other holders of each layer that a move for relief gives up, and holders of each layer in a plan
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class SpanManager:
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
         chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans", "copies")]
-        replicas, links = run.routes.holders, TokenLinks.of(run)
+        replicas, links = REPLICAS, TokenLinks.of(run)
         self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
         self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
         self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, links, replicas, run.seed, chances[2], self)

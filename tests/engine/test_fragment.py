@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.engine import inner as inner_module
 from decentral.engine.fragment import Live, fragments
-from decentral.engine.inner import Inner, rate_at
-from decentral.engine.optimizers import BETA1, BETA2
+from decentral.engine.inner import CLIP_NORM, Inner, rate_at
+from decentral.engine.optimizers import BETA1, BETA2, WEIGHT_DECAY
 from decentral.engine.step import Chain, Device, train_step
 from decentral.model import decoder
 
 MODEL = config.ModelConfig(depth=1, width=32, context=16)
-TRAIN = config.TrainConfig(optimizer="adamw", learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+TRAIN = config.TrainConfig(optimizer="adamw", learning_rate=1e-2, warmup_steps=2)
 CPU = Device(torch.device("cpu"), torch.float32)
 
 
@@ -55,7 +55,7 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
     ours, theirs = decoder.build(MODEL, 0), nn.Sequential(*decoder.build(MODEL, 0))
     inner = flat(ours)
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": TRAIN.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(BETA1, BETA2), eps=1e-8)
@@ -64,7 +64,7 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
         adamw.zero_grad()
         inputs_BT, targets_BT = batch(step)
         decoder.loss_of(theirs(inputs_BT), targets_BT).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(theirs.parameters(), TRAIN.clip_norm)
+        nn.utils.clip_grad_norm_(theirs.parameters(), CLIP_NORM)
         for group in adamw.param_groups:
             group["lr"] = rate_at(TRAIN, step, step)
         adamw.step()
@@ -123,7 +123,7 @@ def test_the_whole_gradient_is_clipped_to_its_norm() -> None:
     before = float(inner.clip())
     after = float(torch.linalg.vector_norm(torch.cat([live.grad for live in inner.lives])))
     assert before == pytest.approx(3.0 * whole(inner).numel() ** 0.5, rel=1e-5)
-    assert after == pytest.approx(TRAIN.clip_norm, rel=1e-4)
+    assert after == pytest.approx(CLIP_NORM, rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -130,7 +130,7 @@ def _timed(run: Config, timed_s: float) -> float:
     Processor time is measured, divided by the number of threads, so that other running programs do not count.
     """
     train, threads = run.train, torch.get_num_threads()
-    device = choose("cpu", train.dtype, 1.0, 0.0)
+    device = choose("cpu")
     tools = RuleTools(blockwise, TorchKernels(blockwise), optimizer=train.optimizer)
     span = Span(run, PeerId("A"), tools, device)
     span.build_layers(0, run.model.depth + 2)
