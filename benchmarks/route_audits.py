@@ -3,7 +3,7 @@
     python -m benchmarks.route_audits [--lies none,hop-flipped] [--seeds 0,1] [--seconds 600] [--without] [--json FILE]
 
 Two peers hold all layers but the last, and so are the origin peers; three hold the last one. Peer 4, one of those, lies
-from the start about every gradient that it gives back (decentral/sim/route_liars.py has the lies), is honest, or is not
+from the start about every gradient that it gives back (decentral/sim/liars.py has the lies), is honest, or is not
 there (`none`). Loss: of the mean of the honest peers' weights, on held-out text. Beside it: in how many audits the
 answers agreed, who was found to be wrong, how like honest answers were (`agreement`), and the share of micro-batches
 that went to the liar in each tenth of the run.

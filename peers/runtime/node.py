@@ -49,11 +49,10 @@ from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.handlers import Handlers, PeerEffect, PeerEvent
 from decentral.peers.runtime.own_record import OwnRecord
 from decentral.peers.runtime.peer_selection import PeerSelection
-from decentral.peers.runtime.progress import TrainingProgress
+from decentral.peers.runtime.progress import StepClock, TrainingProgress
 from decentral.peers.runtime.route_planner import RoutePlanner
 from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.peers.runtime.span_manager import SpanManager
-from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.peers.runtime.witness import Witness
 from decentral.scheduler.placement.cold_copies import CopyTag
