@@ -48,7 +48,7 @@ from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim.run import run
 
-STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6", "train.eval_sequences=8"]
+STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6"]
 RARE = ["gossip.window_s=8", "gossip.fragment_parameters=30000000"]  # so that large swarms are played soon
 KNOWN = (0.9, 1.02)  # range of tokens/s, over those of a device whose speed is known
 WINDOWS = 6  # a real interval has at least so many windows

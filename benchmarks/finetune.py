@@ -45,10 +45,10 @@ CLOSE = 1e-4  # of logits in fp32
 def settings_of(args: argparse.Namespace) -> list[str]:
     """What all of them have alike."""
     model = [f"model.from={args.folder / 'base'}", f"model.context={CONTEXT}", f"model.lora.rank={args.rank}"]
-    tokens = ["data.kind=tokens", f"data.path={args.folder / 'all.bin'}", f"train.eval_sequences={EVALUATED}"]
+    tokens = ["data.kind=tokens", f"data.path={args.folder / 'all.bin'}"]
     train = ["train.optimizer=adamw", f"train.learning_rate={args.rate}", "train.warmup_steps=20"]
     steps = [f"train.total_steps={args.steps}", "train.eval_every_s=3600", f"seed={args.seed}"]
-    return [*model, f"model.lora.alpha={2 * args.rank}", *tokens, *train, *steps, *args.set]
+    return [*model, *tokens, *train, *steps, *args.set]
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def train_base(folder: Path, steps: int) -> None:
     inner = Inner([Live(cut, layers, CPU.device, run.train) for cut in fragments_of(run)], run.train)
     forward, draw, began = Chain(layers, run=run), rng.arrays(SEED, "base"), time.monotonic()
     for step in range(steps):
-        train_step(forward, lambda: corpus.micro_batch(draw, 16), inner, step, run.train, CPU)
+        train_step(forward, [corpus.micro_batch(draw, 16)], inner, step, run.train, CPU)
     loss = held_out_loss(forward, corpus.evaluation(64), CPU, 16)
     huggingface.write(folder / "base", run, layers, folder / "tokenizer")
     shutil.rmtree(folder / "tokenizer")

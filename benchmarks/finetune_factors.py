@@ -31,6 +31,7 @@ from benchmarks.bare_loop import FastestOnCpu
 from benchmarks.finetune_base import CPU, PEER_HEADERS
 from decentral.core import config, rng
 from decentral.data import corpora
+from decentral.engine.inner import CLIP_NORM
 from decentral.engine.optimizers import BETA1, BETA2
 from decentral.engine.step import Chain, held_out_loss
 from decentral.model import decoder
@@ -72,7 +73,7 @@ class Replica:
             if task.optimizer == "muon"
             else torch.optim.AdamW(weights, betas=(BETA1, BETA2), weight_decay=decay, fused=True)
         )
-        self.weights, self.clip_norm = weights, run.train.clip_norm
+        self.weights = weights
 
     def backward(self, sequences: int) -> float:
         inputs_BT, targets_BT = self.corpus.micro_batch(self.draw, sequences)
@@ -81,7 +82,7 @@ class Replica:
         return float(loss.detach())
 
     def step(self, rate: float) -> None:
-        nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
+        nn.utils.clip_grad_norm_(self.weights, CLIP_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with FastestOnCpu():
@@ -98,7 +99,7 @@ class Replica:
 def play(task: Task, folder: Path, rank: int, sequences: int) -> dict[str, float]:
     """The held-out loss of the mean model over all peers' text, and how far the factors' means are off."""
     model = [f"model.from={folder / 'base'}", "model.context=64", f"model.lora.rank={rank}"]
-    tokens = ["data.kind=tokens", f"data.path={folder / 'all.bin'}", f"model.lora.alpha={2 * rank}"]
+    tokens = ["data.kind=tokens", f"data.path={folder / 'all.bin'}"]
     run = config.load(None, [*model, *tokens, "train.micro_batch=8"])
     replicas = [Replica(run, task, folder, number) for number in range(len(PEER_HEADERS))]
     off = 0.0

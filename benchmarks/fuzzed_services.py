@@ -131,7 +131,7 @@ def _trained(folder: Path) -> Any:
         run = config.Config(
             model=config.ModelConfig(depth=1, width=32, context=16),
             data=config.DataConfig(kind="text", path=str(folder / "words.txt")),
-            train=config.TrainConfig(micro_batch=4, eval_sequences=8, compile=False),
+            train=config.TrainConfig(micro_batch=4, compile=False),
             gossip=config.GossipConfig.model_validate({"algorithm": algorithm, "fragment_parameters": 1000, **gossip}),
         )
         (folder / "A").mkdir(exist_ok=True)

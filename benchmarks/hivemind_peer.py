@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from decentral.core import config, rng
 from decentral.data import corpora
-from decentral.engine.optimizers import BETA1, BETA2
+from decentral.engine.optimizers import BETA1, BETA2, WEIGHT_DECAY
 from decentral.engine.step import Chain, Device, held_out_loss
 from decentral.model import decoder
 
@@ -51,7 +51,7 @@ def main() -> None:
     window = Window(float(sys.stdin.readline()) + args.warm_up, args.seconds)
     counts = train(args, run, model, optimizer, corpus, window)
     device = Device(torch.device("cpu"), torch.float32)
-    held_out = held_out_loss(Chain(list(model)), corpus.evaluation(run.train.eval_sequences), device, 64)
+    held_out = held_out_loss(Chain(list(model)), corpus.evaluation(run.eval_sequences), device, 64)
     report = asdict(counts) | {"busy_fraction": window.busy_s / window.seconds, "heldout_loss": held_out}
     args.result.write_text(json.dumps({"throttle": args.throttle} | report) + "\n")
     optimizer.shutdown()
@@ -211,7 +211,7 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
 
 
 def _adamw(train: config.TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=(BETA1, BETA2), weight_decay=train.weight_decay)
+    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=(BETA1, BETA2), weight_decay=WEIGHT_DECAY)
 
 
 def _arguments() -> argparse.Namespace:

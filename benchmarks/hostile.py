@@ -39,7 +39,7 @@ WINDOW_S = 5
 STEP_S = 1.0
 LIAR = "sim00004"
 SETTINGS = (
-    "model.width=64 model.depth=2 model.context=64 train.micro_batch=8 train.eval_sequences=256 "
+    "model.width=64 model.depth=2 model.context=64 train.micro_batch=8 "
     "train.learning_rate=1.6e-2 train.warmup_steps=20 gossip.core_share=1 "
     f"gossip.window_s={WINDOW_S} gossip.start_window_s={STEP_S:g}"
 ).split()

@@ -259,7 +259,7 @@ class _Steps:
         from decentral.engine.compute import Compute, ComputeSetup
 
         run = config.load(None, [])
-        device = measure.choose("cpu", "float32", 1.0, 0.0)
+        device = measure.choose("cpu")
         corpus = corpora.load(run.data, run.model)
         compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder))
         self.ended = list[float]()

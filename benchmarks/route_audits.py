@@ -3,7 +3,7 @@
     python -m benchmarks.route_audits [--lies none,hop-flipped] [--seeds 0,1] [--seconds 600] [--without] [--json FILE]
 
 Two peers hold all layers but the last, and so are the origin peers; three hold the last one. Peer 4, one of those, lies
-from the start about every gradient that it gives back (decentral/sim/route_liars.py has the lies), is honest, or is not
+from the start about every gradient that it gives back (decentral/sim/liars.py has the lies), is honest, or is not
 there (`none`). Loss: of the mean of the honest peers' weights, on held-out text. Beside it: in how many audits the
 answers agreed, who was found to be wrong, how like honest answers were (`agreement`), and the share of micro-batches
 that went to the liar in each tenth of the run.
@@ -44,7 +44,7 @@ from decentral.sim.swarm import SwarmSettings
 LIAR = 4
 SPANS = ((0, 4), (4, 5), (0, 4), (4, 5), (4, 5))
 SETTINGS = (
-    *("model.width=64", "model.depth=3", "model.context=64", "train.micro_batch=8", "train.eval_sequences=256"),
+    *("model.width=64", "model.depth=3", "model.context=64", "train.micro_batch=8"),
     *("train.learning_rate=8e-3", "train.warmup_steps=20", "gossip.core_share=1", "gossip.window_s=5"),
     *("gossip.start_window_s=1", "gossip.fragment_parameters=10000"),
 )

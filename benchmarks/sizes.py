@@ -51,8 +51,8 @@ POLL_S = 0.1
 HEAD_START_S = 0.5  # between saying when an interval begins and its beginning
 CHECKPOINT_S = 2.0  # before a checkpoint's line in the journal: steps in this time may have been held up by it
 ON_CPU, ON_CUDA = ("0.5M", "10M", "85M"), ("125M", "350M", "1B")
-COMPILED = ["train.compile=true", "train.dtype=bfloat16"]
-ONE_EVALUATION = ["train.eval_every_s=1e6", "train.eval_sequences=8"]
+COMPILED = ["train.compile=true"]
+ONE_EVALUATION = ["train.eval_every_s=1e6"]
 TINY = ["model.depth=1", "model.width=32", "model.context=32"]
 
 

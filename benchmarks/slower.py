@@ -98,7 +98,7 @@ class Swarm:
         folder = self.folder / f"peer-{number}"
         folder.mkdir()
         own = Identity.load_or_create(folder / "identity.key")
-        device = choose("cpu", "float32", 1.0, self.seconds)
+        device = choose("cpu", 1.0, self.seconds)
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, blockwise, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
         place = stage.StageConfig(

@@ -135,7 +135,7 @@ class Stage:
             return
         with ExitStack() as stack:
             for index in range(len(self.lives)):
-                stack.enter_context(self.ahead.step(index))
+                stack.enter_context(self.ahead.during_step(index))
             yield
 
     def _at(self, ahead: WeightsAhead | None) -> AbstractContextManager[None]:
@@ -172,7 +172,7 @@ class Pipeline:
             for stage in self.stages:
                 stack.enter_context(stage.stepping())
             self.inner.clip()
-            self.inner.step(rate_at(self.run.train, self.inner.steps, self.inner.steps), 1)
+            self.inner.step_all(rate_at(self.run.train, self.inner.steps, self.inner.steps), 1)
         self.inner.zero_grad()
 
 

@@ -71,7 +71,7 @@ def main() -> None:
 def trained(args: argparse.Namespace, code: str, rate: float, seed: int, folder: Path) -> dict[str, Any]:
     """One swarm's life, and what it came to."""
     settings = [f"gossip.code={code}", f"train.learning_rate={rate}", f"train.total_steps={args.steps}", f"seed={seed}"]
-    run_config = config.load(None, [*settings, "train.eval_sequences=256", *args.set])
+    run_config = config.load(None, [*settings, *args.set])
     tokens = int(run_config.train.micro_batch) * run_config.model.context
     swarm, trainings = keeping_models(
         real_gradients(SwarmSettings.of(run_config, Pace(STEP_S, 0.05, report_s=10.0), (1.0,), tokens), folder)

@@ -12,6 +12,7 @@ from decentral.comm.codecs import blockwise
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.data import corpora
+from decentral.engine import inner
 from decentral.engine.compute import ComputeSetup
 from decentral.engine.step import Device
 from tests.commands.peer_processes import Peers
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture
+def unclipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient is clipped: routes clip each fragment alone, and one process clips the whole model."""
+    monkeypatch.setattr(inner, "CLIP_NORM", 1e9)
 
 
 @pytest.fixture(scope="session")
@@ -78,9 +85,7 @@ def setup_of(text: Path, tmp_path: Path) -> Callable[..., ComputeSetup]:
         run = config.Config(
             model=config.ModelConfig(depth=1, width=32, context=16),
             data=config.DataConfig(kind="text", path=str(text)),
-            train=config.TrainConfig(
-                learning_rate=1e-2, warmup_steps=2, micro_batch=4, eval_sequences=32, compile=compiled
-            ),
+            train=config.TrainConfig(learning_rate=1e-2, warmup_steps=2, micro_batch=4, compile=compiled),
             gossip=config.GossipConfig.model_validate({"fragment_parameters": 1000, **gossip}),
         )
         folder = tmp_path / peer

@@ -87,7 +87,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "data": "corpora source stream",
         "comm.codecs": "blockwise sections",
         "comm.gossip": (
-            "allreduce cuda_source deviations influence kernel_choice kernel_proof kernels_cpu kernels_cuda "
+            "allreduce cuda_source deviations influence kernel_choice kernels_cpu kernels_cuda "
             "outer_kernels pull_rule trust update_rules"
         ),
         "comm.pipeline": "activations",
@@ -98,7 +98,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
             "tensor_parallel"
         ),
         "serving": "decoding loaded_model replicas",
-        "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",
+        "sim": "fault_injector liars real_training surrogate surrogate_model sweep",
         "sim.invariants": "convergence gossip",
         "view": "scalar_logs",
         "commands.estimates": "machines own_speed",
@@ -113,7 +113,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     "scipy": {
         "scheduler.sync": "step_needs",
         "scheduler.partners": "mixing",
-        "scheduler.throughput": "bound in_flight max_flow milp routing sparse_rows",
+        "scheduler.throughput": "bound max_flow milp planned_in_flight routing sparse_rows",
     },
     "hivemind": {
         "comm.net": "daemon libp2p libp2p_directory libp2p_services dht_calls dht_values",
@@ -124,7 +124,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.net": "daemon dialler libp2p libp2p_directory names streams uplink",
         "peers.runtime": "clock host",
         "peers.startup": "copied_identity lost_peers prepare reach_swarm start_peer",
-        "serving": "endpoint gather_weights served_model turns",
+        "serving": "endpoint gather_weights served_model",
         "sim.network": "fault_model",
         "view": "event_hooks metrics_server scalar_logs",
         "view.page": "connections follow record_lines server visitor",

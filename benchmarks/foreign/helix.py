@@ -30,7 +30,7 @@ from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.scheduler.spans.moves import filled, in_a_row, paces
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
-from decentral.scheduler.spans.solvers import SEARCHES, search
+from decentral.scheduler.spans.searches import SEARCHES, search
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 

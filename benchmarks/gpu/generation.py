@@ -1,9 +1,11 @@
 """Generation: tokens/s of one sequence, with keys and values kept."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
+import torch
 from torch import nn
 
 from benchmarks.gpu.notes import Notes
@@ -24,7 +26,7 @@ def measure(scale: Scale, notes: Notes, size: str) -> None:
     run = scale.run(size)
     layers = decoder.build(run.model, run.seed)
     for dtype in DTYPES:
-        device = choose(scale.device, dtype, 1.0, 0.0)
+        device = replace(choose(scale.device), dtype=getattr(torch, dtype))
         notes.attempt(f"{dtype}, tokens/s", partial(rate, layers, device, scale.generated))
 
 

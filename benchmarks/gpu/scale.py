@@ -40,12 +40,12 @@ class Scale:
     def settings(self, size: str) -> list[str]:
         """Return what the config of this size sets; it evaluates nothing while something is measured."""
         shape = TINY if self.tiny else (*SIZES[size], *MICRO_BATCH.get(size, ()))
-        return [*shape, "train.eval_sequences=8", "train.eval_every_s=1e6"]
+        return [*shape, "train.eval_every_s=1e6"]
 
     @cached_property
     def computing(self) -> Device:
         """The device, in the dtype that a peer chooses for it."""
-        return measure.choose(self.device, "auto", 1.0, 0.0)
+        return measure.choose(self.device)
 
     @property
     def on_gpu(self) -> bool:

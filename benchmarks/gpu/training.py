@@ -138,7 +138,7 @@ def parts(scale: Scale, compute: Compute) -> dict[str, float]:
     calls: dict[str, Callable[[], object]] = {
         "passes_ms": passes,
         "clip_ms": inner.clip,
-        "optimizer_ms": lambda: inner.step(SMALL_RATE, 1),
+        "optimizer_ms": lambda: inner.step_all(SMALL_RATE, 1),
         "fetch_ms": lambda: compute.batch(0),
     }
     return {name: 1e3 * scale.seconds(call, queued=True) for name, call in calls.items()}

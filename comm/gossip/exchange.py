@@ -198,7 +198,7 @@ class PullExchange:
         self.state, self._began = ExchangePhase.CLOSING, now
         self.seq = max(self.seq, self._goal if self.blocking else int(now * 1000) - 1) + 1
         thin = not self.blocking and self._is_thin()
-        return [CloseWindow(self.context.fragment, self.seq, hold=self.blocking, thin=thin)]
+        return [CloseWindow(self.context.fragment, self.seq, blocking=self.blocking, thin=thin)]
 
     def _is_thin(self) -> bool:
         """Return whether our link is so slow that sections are sent in their shorter codecs.

@@ -22,8 +22,16 @@ from decentral.comm.gossip.outer_kernels import (
     Weighted,
     rho_of,
 )
-from decentral.comm.gossip.trust import PartnerHistory, PulledWindow, WindowSample
-from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window, sliced
+from decentral.comm.gossip.trust import PartnerHistory, WindowSample
+from decentral.comm.gossip.update_rules import (
+    Correction,
+    Parts,
+    PulledWindow,
+    RuleTools,
+    UpdateRule,
+    Window,
+    sliced,
+)
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, PartnerWork

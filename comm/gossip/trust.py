@@ -52,7 +52,7 @@ from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip import influence
 from decentral.comm.gossip.deviations import Deviations, chance_of
 from decentral.comm.gossip.influence import COMPARED_NUMBERS, MOST_KNOWN, Experience, Outliers
-from decentral.comm.gossip.update_rules import Parts, Window
+from decentral.comm.gossip.update_rules import PulledWindow, Window
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
@@ -322,17 +322,6 @@ def _copied(cosine: float, usual: float) -> float:
         return 0.0
     above = (cosine - usual) / (1.0 - usual)
     return min(1.0, max(0.0, (above - DIFFERENT) / (SAME - DIFFERENT)))
-
-
-@dataclass(frozen=True, slots=True)
-class PulledWindow(Parts):
-    """A partner's window with its sections still encoded; the merge decodes them once."""
-
-    pseudo_gradient: bytes | memoryview = b""  # encoded in q4
-    length: float = 0.0  # L2 norm of the pseudo-gradient
-    slow: Sequence[tuple[slice, bytes | memoryview]] = ()  # the slices of slow weights that were pulled, in int8
-    # L2 distance of slow weights from ours, if they are as far in all other slices; 0 if none were pulled.
-    distance: float = 0.0
 
 
 @dataclass(slots=True)

@@ -82,6 +82,17 @@ class Parts:
     vectors: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class PulledWindow(Parts):
+    """A partner's window in the `pull` algorithm, with its sections still encoded; the merge decodes them once."""
+
+    pseudo_gradient: bytes | memoryview = b""  # encoded in q4
+    length: float = 0.0  # L2 norm of the pseudo-gradient
+    slow: Sequence[tuple[slice, bytes | memoryview]] = ()  # the slices of slow weights that were pulled, in int8
+    # L2 distance of slow weights from ours, if they are as far in all other slices; 0 if none were pulled.
+    distance: float = 0.0
+
+
 class UpdateRule:
     """The base class of update rules; an instance holds one fragment's gossip state.
 

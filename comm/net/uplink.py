@@ -59,11 +59,11 @@ class Uplink:
         """
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self.queue.free_at - loop.time()))
-        self.queue.hold(loop.time())
+        self.queue.pause(loop.time())
         try:
             yield
         finally:
-            self.queue.let_go()
+            self.queue.resume()
             if self._timer is not None:
                 self._timer.cancel()
             self._release()

@@ -142,12 +142,12 @@ class UplinkQueue(ABC, Generic[Item]):
         """Send pieces at `rate()` bytes/s from now on, or without waiting while `rate()` is None."""
         self.rate = rate
 
-    def hold(self, now: Seconds) -> None:
-        """Send no queued piece until `let_go` is called, or for PROBE_HOLD_S at most, while a probe is running."""
+    def pause(self, now: Seconds) -> None:
+        """Send no queued piece until `resume` is called, or for PROBE_HOLD_S at most, while a probe is running."""
         self.held_until = now + PROBE_HOLD_S
 
-    def let_go(self) -> None:
-        """Send queued pieces again after `hold`."""
+    def resume(self) -> None:
+        """Send queued pieces again after `pause`."""
         self.held_until = 0.0
 
     def next_at(self) -> Seconds | None:

@@ -100,7 +100,7 @@ class Admission:
         if younger is None or self.table.holds.rests(PeerId(request.origin), now):
             return [*given_up, Reply(event.request, Envelope(Refused(refusal or Reason.BUSY)))]
         given_up += [effect for one in younger for effect in self.table.give_up(one, Reason.BUSY)]
-        last, token = self.forwarding.end(request.first), next(self.table.tokens)
+        last, token = self.forwarding.choose_end(request.first), next(self.table.tokens)
         blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
         job = Forward(token, id.first, last, request.sequences, request.layout, blob, thin)
         execution = ForwardedExecution(
@@ -322,7 +322,7 @@ class OwnMicroBatches:
             return jobs
         own = sum(execution.own for execution in self.table.by_token.values())
         while self.quota != 0 and self.admission.may_begin(own):
-            last = self.forwarding.end(0)
+            last = self.forwarding.choose_end(0)
             if last < stage.layers and not self.forwarding.view.successors(last):
                 self.look_at = now + SUCCESSOR_RETRY_S
                 break

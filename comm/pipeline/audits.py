@@ -179,7 +179,7 @@ class RouteAudits:
         allowed = AUDIT_SHARE * max(LEAST_OWN, load.share(first, last))
         return allowed, self.times * load.share(last, load.stage.layers)
 
-    def stepped(self, micro_batches: int) -> None:
+    def sum_complete(self, micro_batches: int) -> None:
         """Update the average number of micro-batches in a gradient sum: a sum of `micro_batches` is complete."""
         self._in_sum += NEWEST_WEIGHT * (micro_batches - self._in_sum)
 

@@ -153,7 +153,7 @@ class CommitProtocol:
         """Return when the next CommitQuery is due; None if no execution is in doubt."""
         return earliest(at for execution, (at, _) in self._due.items() if execution.origin not in self._asking)
 
-    def hold(self, execution: ExecutionId, now: Seconds, took_s: Seconds, usual_s: Seconds | None) -> None:
+    def ask_later(self, execution: ExecutionId, now: Seconds, took_s: Seconds, usual_s: Seconds | None) -> None:
         """Set when to ask the origin peer about an execution whose gradients are in doubt from now on.
 
         Args:

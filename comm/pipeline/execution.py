@@ -266,7 +266,7 @@ class ForwardedExecution(StageExecution):
         """Return a Reply to each waiting request, and mark the requests as answered; [] if no answer is known yet."""
         return [] if self.answer is None else [Reply(request, self.answer) for request in self.answered()]
 
-    def hold(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
+    def await_decision(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
         """Enter HELD until the origin peer decides or time `until` comes, and keep `answer` for all who request it."""
         self.move(ExecutionEvent.COMPUTED, "backward pass done")
         self.next_hop, self.answer, self.held_at, self.until = None, answer, now, until

@@ -83,10 +83,10 @@ class Forwarding:
         return self.load.stage
 
     def forget_ends(self) -> None:
-        """Forget the exit layers that `end` has chosen, because this peer holds other layers from now on."""
+        """Forget the exit layers that `choose_end` has chosen, because this peer holds other layers from now on."""
         self._ends.clear()
 
-    def end(self, first: int) -> int:
+    def choose_end(self, first: int) -> int:
         """Choose the layer at which an execution that begins with layer `first` leaves this peer.
 
         Successive calls choose the exit layers in proportion to the routing weights. Without weights, executions leave

@@ -107,7 +107,7 @@ class Ledger(Protocol):
         """
         return []
 
-    def stepped(self, executions: tuple[int, ...]) -> list[Effect]:
+    def sealed_and_applied(self, executions: tuple[int, ...]) -> list[Effect]:
         """Record that a Seal job sealed a sum and took a step with it at once, so that `sealed` is not called.
 
         Args:
@@ -171,7 +171,7 @@ class GradientLedger:
         self.closing[slot] = executions
         return self._advance()
 
-    def stepped(self, executions: tuple[int, ...]) -> list[Effect]:
+    def sealed_and_applied(self, executions: tuple[int, ...]) -> list[Effect]:
         """Record that a Seal job sealed a sum and took a step with it at once."""
         self.sealing = False
         return [Log(CountedLine(of=_counted(self._taken(executions)))), *self._advance()]

@@ -191,9 +191,9 @@ class ExecutionLifecycle:
             until = min(until, now + self.table.holds.limit_s(took_s, route_s))
         hops = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, hops, done.layout), done.blob)
-        execution.hold(answer, until, now)
+        execution.await_decision(answer, until, now)
         usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
-        self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
+        self.table.commits.ask_later(execution.id, now, now - execution.started_at, usual_s)
         effects += self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + execution.replies()
 

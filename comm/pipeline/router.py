@@ -128,9 +128,9 @@ class Router:
         self.admission.drain(True)
         self.ledger.expect(1)
 
-    def hold(self, stage: StageConfig) -> None:
+    def set_stage(self, stage: StageConfig) -> None:
         """Set this peer's layers and limits to those of `stage`, and accept executions again after a `drain`."""
-        self.load.hold(stage)
+        self.load.set_stage(stage)
         self.ledger.expect(stage.micro_batches_per_step)
         self.admission.drain(False)
         self.forwarding.forget_ends()
@@ -188,14 +188,14 @@ class Router:
                 self.table.jobs.running.discard(event.token)
                 return self.lifecycle.computed(event, now)
             case Sealed(executions, slot, sound):
-                self.audits.stepped(len(executions))
+                self.audits.sum_complete(len(executions))
                 return self.ledger.sealed(executions, slot, sound)
             case Stepped(spent=spent, executions=executions, applied=applied):
-                self.load.stepped(spent.training)
+                self.load.measure_speed(spent.training)
                 if executions:
-                    self.audits.stepped(len(executions))
+                    self.audits.sum_complete(len(executions))
                 told: list[Effect] = [] if applied is None else [Log(AppliedLine(of=applied))]
-                return told + (self.ledger.stepped(executions) if executions else [])
+                return told + (self.ledger.sealed_and_applied(executions) if executions else [])
         return []
 
     def look_for_lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:

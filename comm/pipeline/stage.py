@@ -155,7 +155,7 @@ class StageLoad:
     _full: float = 0.0  # what `_worked` would be if each execution had gone through all our layers
     _shares: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
-    def hold(self, stage: StageConfig) -> None:
+    def set_stage(self, stage: StageConfig) -> None:
         """Replace the present stage, because the peer's layers or limits have changed."""
         self.stage = stage
 
@@ -165,7 +165,7 @@ class StageLoad:
         self._worked += tokens * self.share(execution.id.first, execution.last)
         self._full += tokens * self.share(self.stage.first, self.stage.last)
 
-    def stepped(self, seconds: Seconds) -> None:
+    def measure_speed(self, seconds: Seconds) -> None:
         """Update the speed at a step, given that this peer has computed for `seconds` seconds since the last step.
 
         We average seconds per token, not tokens/s, because this average soon shows that a device has become slower.

@@ -106,7 +106,7 @@ async def _model_api(flags: argparse.Namespace, visitor: "Visitor | None") -> As
     from decentral.engine import measure
     from decentral.serving import endpoint, served_model
 
-    device = measure.choose(flags.device, "auto", 1.0, 0.0)
+    device = measure.choose(flags.device)
     if visitor is not None and flags.serve_model == HERE_TOO:
         source = served_model.of_swarm(visitor.swarm, flags.tokenizer, device, flags.model_from)
     else:

@@ -31,7 +31,7 @@ from decentral.core.units import readable_bytes, readable_number
 
 DAY_S = 86400.0
 # Overrides for --model-from without a config: a valid section `data`. An estimate never reads the file that it names.
-FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")
+FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin")
 # Compute-optimal number of tokens per parameter (Hoffmann et al., arXiv 2203.15556, table 3).
 TOKENS_A_PARAMETER = 20
 RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with 4 peers, 0.67 with 16"

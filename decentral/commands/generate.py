@@ -40,7 +40,7 @@ def _main(flags: argparse.Namespace) -> None:
     with shared.loading(COMMANDS["generate"].interrupted):
         from decentral.engine import measure
         from decentral.serving import decoding, gather_weights, loaded_model
-    device = measure.choose(flags.device, "auto", 1.0, 0.0)
+    device = measure.choose(flags.device)
     if flags.model:
         model = loaded_model.of_folder(Path(flags.model), flags.tokenizer)
     else:

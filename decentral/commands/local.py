@@ -127,7 +127,7 @@ def check_run(flags: LocalFlags, folder: Path) -> None:
     if flags.memory and run.model.layers is None:
         from decentral.engine import measure, memory
 
-        needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
+        needs = memory.needs_on(run, measure.choose(flags.device))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
 
 

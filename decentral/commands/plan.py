@@ -36,7 +36,7 @@ from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
-from decentral.view.solver_picture import draw_comparison
+from decentral.view.plan_picture import draw_comparison
 
 if TYPE_CHECKING:
     from decentral.peers.membership.records import PeerRecord

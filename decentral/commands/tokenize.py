@@ -51,7 +51,7 @@ def _main(flags: argparse.Namespace) -> None:
     width = 2 if found.size <= 1 << 16 else 4
     count = write(_pieces(parts), found, out, width)
     print(f"wrote {count:,} tokens in {out}; to train on them:")
-    print(f"    --set data.kind=tokens --data {out} --set data.token_bytes={width} --set model.vocabulary={found.size}")
+    print(f"    --set data.kind=tokens --data {out} --set model.vocabulary={found.size}")
 
 
 def _data(flags: argparse.Namespace, path: str) -> config.DataConfig:

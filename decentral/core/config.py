@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from decentral.core import foreign_file, own_yaml
 from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
@@ -43,7 +44,8 @@ MAX_YAML_BYTES = 64 * 1024
 MAX_CONFIG_BYTES = 8 * 1024  # a larger config from another peer is refused; the longest valid config has about 2 KiB
 BESIDE_TOKENS = 0.5  # gossip of a peer with a part of the model may use at most this share of its uplink
 BYTES = 256  # size of the vocabulary if each token is a byte
-MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens; as int64 they take 128 MiB
+MAX_BATCH_TOKENS = 1 << 24  # a micro-batch has at most this many tokens; as int64 they take 128 MiB
+EVALUATED_TOKENS = 8192  # held-out tokens in an evaluation, of 8 to 64 sequences
 OWN_KEYS = {  # section -> keys that name a peer's own files and upload destination; never sent to other peers
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
@@ -51,10 +53,15 @@ OWN_KEYS = {  # section -> keys that name a peer's own files and upload destinat
 }
 LATER_KEYS = (("model", "block"), ("model", "bottleneck"))  # keys that old releases lack; `canonical` omits defaults
 # Section -> keys of earlier releases. A config may still contain such a key, but only with the value given here.
-RETIRED_KEYS: dict[str, dict[str, float]] = {
-    "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
+RETIRED_KEYS: dict[str, dict[str, float | str]] = {
+    "data": {"token_bytes": 2},  # a file shows its width
+    "train": {
+        **{"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
+        **{"weight_decay": 0.1, "clip_norm": 1.0, "eval_sequences": 64},
+        "dtype": "auto",  # the device's own: bfloat16 if it has units for that
+    },
     "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3, "max_age_s": 60.0},
-    "routes": {"sums": 4},
+    "routes": {"sums": 4, "holders": 2},
     "swarm": {"max_peers": 4096, "record_ttl_s": 60.0, "renew_s": 20.0, "refresh_s": 4.0, "shards": 1},
 }
 MAX_ROUND = 256  # a synchronous round has at most this many micro-batches, because each report names all micro-batches
@@ -94,10 +101,7 @@ class DataConfig(Strict):
     tokenizer: OwnPath | None = None
     """File or folder of the run's tokenizer on this machine; null: with kind huggingface, the tokenizer in the folder
     `model.from`; with kind tokens, the tokenizer that the description of the file of tokens names."""
-    tokenizer_digest: Digest | None = None
-    """Digest of the tokenizer that all peers must have. The peer that starts the run fills it in."""
-    token_bytes: Literal[2, 4] = 2
-    """Width of one token in a file of kind tokens. Unit: bytes."""
+    tokenizer_digest: SkipJsonSchema[Digest | None] = None  # of all peers' tokenizer; `sealed` sets it
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the tokens that are kept for the held-out loss; no peer trains on these tokens. Unit: share of 1."""
 
@@ -105,6 +109,12 @@ class DataConfig(Strict):
     def facts(self) -> DataKind:
         """The record of `kind` in `DATA_KINDS`: the keys that the kind needs, and whether its tokens are bytes."""
         return DATA_KINDS[self.kind]
+
+    def given_path(self) -> str:
+        """Return `path`; raise UserError if this peer's user has named none."""
+        if self.path is None:
+            raise UserError(f"config: data.kind {self.kind} needs data.path, or the flag --data PATH")
+        return self.path
 
     @model_validator(mode="after")
     def format_is_read(self) -> "DataConfig":
@@ -144,19 +154,10 @@ class TrainConfig(Strict):
     """Steps at the beginning of the run in which the learning rate rises linearly. Unit: steps."""
     total_steps: Large | None = None
     """Step until which the learning rate falls linearly to a tenth; null: the rate stays constant. Unit: steps."""
-    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
-    """Decoupled weight decay: a step shrinks the weights by this value times the learning rate. Unit: factor."""
-    clip_norm: PositiveFloat = 1.0
-    """Largest norm of a gradient; a gradient with a larger norm is scaled down to this norm. The norm is computed over
-    the whole model or, if micro-batches go through several peers, over each fragment alone. Unit: L2 norm."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number type of the forward and backward pass; auto: bfloat16 on CUDA, else float32."""
     compile: bool = False
     """Compile the layers with torch.compile, on CUDA and XPU only."""
     eval_every_s: Interval = 15.0
     """Time between two evaluations of the held-out loss. Unit: seconds."""
-    eval_sequences: Positive = 64
-    """Number of held-out sequences in one evaluation. Unit: sequences."""
     emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """Make each micro-batch take at least this long, to emulate a slower device. Unit: seconds."""
     upload: OwnPath | None = None
@@ -208,9 +209,6 @@ class RoutesConfig(Strict):
     wire: Literal["auto", "bf16", "int8", "int8-q4", "fp32"] = "bf16"
     """Codec of the activations sent to the next peer, and of the gradients sent back. int8-q4: 8 bits an activation,
     4 bits a gradient. auto: int8-q4 if this peer's uplink is slow, else bf16."""
-    holders: Annotated[int, Field(gt=0, le=4096)] = 2
-    """A peer gives up a layer only if at least this many other peers hold the layer. One other holder is enough if the
-    peer takes over a layer that no peer holds, or follows a plan. Unit: peers."""
     overlap: bool = False
     """Begin new micro-batches before the optimizer step of the previous micro-batches. Training is then faster over
     slow links, but gradients are stale."""
@@ -261,22 +259,17 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def batches_are_bounded(self) -> "Config":
-        """Refuse micro-batches and evaluations of more than `MAX_BATCH_TOKENS`."""
-        sizes = {"micro_batch": self.train.micro_batch, "eval_sequences": self.train.eval_sequences}
-        for key, sequences in sizes.items():
-            if isinstance(sequences, int) and sequences * self.model.context > MAX_BATCH_TOKENS:
-                most = f"{MAX_BATCH_TOKENS} tokens; it is {sequences * self.model.context}"
-                raise ValueError(f"train.{key} times model.context must be at most {most}")
+        """Refuse micro-batches of more than `MAX_BATCH_TOKENS`."""
+        sequences = self.train.micro_batch
+        if isinstance(sequences, int) and sequences * self.model.context > MAX_BATCH_TOKENS:
+            most = f"{MAX_BATCH_TOKENS} tokens; it is {sequences * self.model.context}"
+            raise ValueError(f"train.micro_batch times model.context must be at most {most}")
         return self
 
-    @model_validator(mode="after")
-    def tokens_fit_their_file(self) -> "Config":
-        """Refuse a vocabulary whose largest token id does not fit in `data.token_bytes` bytes."""
-        width, vocabulary = self.data.token_bytes, self.model.vocabulary
-        if self.data.kind == "tokens" and vocabulary > 1 << 8 * width:
-            most = f"at most {1 << 8 * width} tokens; model.vocabulary is {vocabulary}"
-            raise ValueError(f"data.token_bytes {width} allows {most}; write 4-byte tokens, and set data.token_bytes=4")
-        return self
+    @property
+    def eval_sequences(self) -> int:
+        """The number of held-out sequences in one evaluation."""
+        return max(8, min(64, EVALUATED_TOKENS // self.model.context))
 
     @property
     def reads_bytes(self) -> bool:
@@ -324,6 +317,8 @@ class Config(Strict):
         run's digest, which checkpoints store, stays the same when a release adds or drops keys.
         """
         tree = self.model_dump(mode="json", by_alias=True)
+        if self.model.lora is not None:
+            tree["model"]["lora"]["alpha"] = self.model.lora.alpha
         for section, retired in RETIRED_KEYS.items():
             tree[section] |= retired
         for section, key in LATER_KEYS:
@@ -368,8 +363,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
         rows = own.model_folder or own.tokenizer or str(own.data).endswith(FILES_OF_ROWS)
         other = "huggingface" if rows else "text"
         raise UserError(f"{own.of_data()}: data.kind {kind.name} reads no file; add --set data.kind={other}")
-    if kind.needs_path and found.data.path is None:
-        raise UserError(f"config: data.kind {kind.name} needs data.path, or the flag --data PATH")
+    if kind.needs_path:
+        found.data.given_path()
     if kind.needs_tokenizer and found.tokenizer is None:
         raise UserError(f"config: data.kind {kind.name} needs data.tokenizer, or the flag --tokenizer PATH")
     if found.model.start_from is not None and kind.is_bytes and found.model.vocabulary != BYTES:

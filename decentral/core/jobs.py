@@ -49,13 +49,13 @@ class CloseWindow:
     """Job: end window `seq` of a fragment, and encode its result, which partners may pull. Outcome: `WindowClosed`.
 
     Attributes:
-        hold: Whether training pauses until the `Merge` of this window is done.
+        blocking: Whether training pauses until the `Merge` of this window is done.
         thin: Whether the link is slow: sections are sent in the algorithm's shorter code (q1 in pull), if it has two.
     """
 
     fragment: int
     seq: int
-    hold: bool = False
+    blocking: bool = False
     thin: bool = False
 
 

@@ -101,8 +101,7 @@ def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]
         return token_file.mapped(data, vocabulary), None
     if data.kind == "python-stdlib":
         return _bytes_of(_stdlib_files()), None
-    assert data.path is not None
-    root = Path(data.path)
+    root = Path(data.given_path())
     try:
         found = visible(root, data.glob or TEXT) if root.is_dir() else [root]
     except (ValueError, NotImplementedError, OSError) as error:

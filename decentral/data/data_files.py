@@ -65,26 +65,26 @@ def opened(data: config.DataConfig) -> OpenedData:
     Raises:
         UserError: If the data set does not exist or cannot be read.
     """
-    assert data.path is not None
+    path = data.given_path()
     load = _library().load_dataset
-    if Path(data.path).exists():
-        kind, files = files_of(data.path, data.glob)
+    if Path(path).exists():
+        kind, files = files_of(path, data.glob)
         where: dict[str, object] = {"data_files": [patterns.escape(str(one)) for one in files]}
         if kind in ("text", "json"):
             where |= {"keep_linebreaks": kind == "text", "encoding": "utf-8-sig"}
         name, fingerprint = "text" if kind == "json" else kind, _fingerprint(files)
-    elif HUB_NAME.match(data.path):
+    elif HUB_NAME.match(path):
         kind, files = "hub", []
-        name, _, subset = data.path.partition(":")
-        where, fingerprint = {"name": subset or None, "data_files": data.glob}, json.dumps([data.path, data.glob])
+        name, _, subset = path.partition(":")
+        where, fingerprint = {"name": subset or None, "data_files": data.glob}, json.dumps([path, data.glob])
     else:
-        raise UserError(f"data: {data.path} is neither a file or folder here nor a hub name such as owner/name")
+        raise UserError(f"data: {path} is neither a file or folder here nor a hub name such as owner/name")
     try:
         found = load(name, split="train", streaming=True, **where)
         found = found.reshard() if found.num_shards < LEAST_PARTS else found
     except Exception as error:
-        raise unreadable(data.path, error) from None
-    said = left_out(Path(data.path), data.glob, files) if files else None
+        raise unreadable(path, error) from None
+    said = left_out(Path(path), data.glob, files) if files else None
     return OpenedData(kind, found, tuple(files), fingerprint, said)
 
 

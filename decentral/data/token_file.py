@@ -20,7 +20,7 @@ from decentral.core.errors import UserError
 from decentral.data import tokenizer
 
 MOST_DESCRIPTION_BYTES = 4096
-LOOKED_AT = 1 << 20  # this many tokens at the beginning of a file show whether data.token_bytes is right
+LOOKED_AT = 1 << 20  # the first this many tokens of a file without a description show their width
 AGAIN = "run python -m decentral.tokenize again"
 Tokens = npt.NDArray[np.generic]
 
@@ -79,8 +79,7 @@ def digest(run: config.Config) -> str | None:
     Raises:
         UserError: If the user's --tokenizer is not the tokenizer of the description, or a file is unreadable.
     """
-    assert run.data.path is not None
-    found = described(Path(run.data.path))
+    found = described(Path(run.data.given_path()))
     if run.data.tokenizer is None:
         return found.tokenizer if found else None
     named = tokenizer.load(run.data.tokenizer).digest
@@ -95,30 +94,31 @@ def digest(run: config.Config) -> str | None:
 def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
     """Return the tokens of the file as a memory map [tokens]: uint16, uint32, or the type of an `.npy` array.
 
+    A file without a description has 4 bytes a token if every second 16-bit word at its beginning is so small that it
+    can only be the upper half of a token below `vocabulary`.
+
     Raises:
-        UserError: If the file cannot be mapped, its description is damaged, its tokens seem to have 4 bytes although
-            `data.token_bytes` is 2, or the file is a NumPy array without the suffix .npy.
+        UserError: If the config names no file, the file cannot be mapped, its description is damaged, or it is a NumPy
+            array without the suffix .npy.
     """
-    assert data.path is not None
-    path = Path(data.path)
+    path = Path(data.given_path())
     if path.suffix == ".npy":
         return _array(path)
     description = described(path)
-    width = description.token_bytes if description else data.token_bytes
-    dtype = np.uint16 if width == 2 else np.uint32
     try:
         foreign_file.require_fit(path)
-        tokens = np.memmap(path, dtype=dtype, mode="r")
+        tokens: Tokens = np.memmap(path, dtype=np.uint16, mode="r")
+        if _is_wide(tokens[:LOOKED_AT], vocabulary) if description is None else description.token_bytes == 4:
+            tokens = np.memmap(path, dtype=np.uint32, mode="r")
     except (OSError, ValueError) as error:
-        raise UserError(f"data: cannot map {path} as {dtype.__name__}: {error}") from None
+        raise UserError(f"data: cannot map {path} as tokens of 2 or 4 bytes: {error}") from None
     if bytes(tokens[:3].tobytes()[:6]) == b"\x93NUMPY":
         raise UserError(f"data: {path} is an array that NumPy saved; give it a name that ends in .npy")
-    first = tokens[:LOOKED_AT]
-    high = (vocabulary - 1) >> 16
-    if description is None and width == 2 and first.any() and int(first[1::2].max(initial=0)) <= high:
-        looks = f"{path} looks like 4 bytes a token (every second 16-bit word is at most {high})"
-        raise UserError(f"data: {looks}; set data.token_bytes=4")
     return tokens
+
+
+def _is_wide(words: Tokens, vocabulary: int) -> bool:
+    return bool(words.any()) and int(words[1::2].max(initial=0)) <= (vocabulary - 1) >> 16
 
 
 def _array(path: Path) -> Tokens:

@@ -57,16 +57,20 @@ def free_cache(device: torch.device) -> None:
 
 
 def training_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 if the device is an accelerator that can multiply bfloat16 matrices, else float32."""
+    """Return bfloat16 if the device is an accelerator with units that multiply bfloat16 matrices, else float32.
+
+    CUDA imitates bfloat16, slowly, on GPUs that lack the units (compute capability below 8).
+    """
     if device.type == "cpu":
         return torch.float32
-    if device.type != "cuda":  # all GPUs that torch's CUDA build supports have bfloat16, and a trial would take memory
-        try:
-            ones = torch.ones(2, 2, device=device)
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                float((ones @ ones).sum())
-        except (RuntimeError, TypeError):
-            return torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
+    try:
+        ones = torch.ones(2, 2, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            float((ones @ ones).sum())
+    except (RuntimeError, TypeError):
+        return torch.float32
     return torch.bfloat16
 
 

@@ -87,7 +87,7 @@ class Compute(JobRunner):
         tools = RuleTools(setup.codecs, kernels, accelerator.has_streams(setup.device.device), run.train.optimizer)
         span = Span(run, setup.peer, tools, setup.device)
         first, last = setup.span or (0, span.model_layers)
-        span.hold(first, last, drawn=not setup.state_expected)
+        span.build_layers(first, last, drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
@@ -102,7 +102,7 @@ class Compute(JobRunner):
         self.threads = JobThreads(self.program, self._failure_of, edge_clock)
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank if ranks.readers > 1 else 0, ranks.readers)
         self.read_micro_batch = setup.corpus.micro_batches(reading)
-        self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
+        self.held_out = setup.corpus.evaluation(run.eval_sequences)
         size = run.train.micro_batch
         if size == "auto":
             size = 1 if ranks.sharded else measure.micro_batch(span.forward, run.model, setup.device)
@@ -207,10 +207,11 @@ class Compute(JobRunner):
     def _queue_step(self) -> None:
         """Queue a step, and count it as if its gradient were finite."""
         span, setup = self.span, self.setup
-        forward = setup.device.ranks.begin(span, self.counters)
-        queued = queue_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
+        forward, train = setup.device.ranks.begin(span, self.counters), setup.config.train
+        batches = [self._fetch() for _ in range(train.accumulate)]
+        queued = queue_step(forward, batches, span.inner, self.lr_step, train, setup.device)
         self.counters.time.spent_on("training")
-        self._queued.append((queued, self._stepped(queued.tokens, math.nan, queued.micro_batches)))
+        self._queued.append((queued, self._count_step(queued.tokens, math.nan, queued.micro_batches)))
 
     def read_queued(self, left: int = 0) -> list[jobs.Stepped]:
         """Wait for all queued steps except the latest `left`, and return their reports."""
@@ -224,8 +225,8 @@ class Compute(JobRunner):
             steps.append(replace(trained, loss=found.loss, dropped=not found.tokens))
         return steps
 
-    def _stepped(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
-        return self.counters.stepped(tokens, loss, micro_batches, beside_s=self.threads.take_beside_s())
+    def _count_step(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
+        return self.counters.count_steps(tokens, loss, micro_batches, beside_s=self.threads.take_beside_s())
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         """Carry out a job on the calling thread, and return its outcome: JobFailed or SaveFailed on expected errors."""
@@ -345,7 +346,7 @@ class Compute(JobRunner):
         rejected = [(index, self.gossip.advance(index, sums)) for index, sums in job.sums]
         self.counters.lr_step, self.counters.versions = job.round, dict(job.versions)
         refused = tuple((index, peer, reason) for index, found in rejected for peer, reason in found)
-        return replace(self._stepped(job.tokens, job.loss, job.micro_batches), refused=refused)
+        return replace(self._count_step(job.tokens, job.loss, job.micro_batches), refused=refused)
 
 
 def _said(error: Exception) -> str:

@@ -24,7 +24,7 @@ def described(wanted: str) -> str:
     Raises:
         UserError: If the device does not exist, or cannot compute.
     """
-    device = measure.choose(wanted, "auto", 1.0, 0.0)
+    device = measure.choose(wanted)
     try:
         found = measure.without_speed(device)
     except RuntimeError as error:

@@ -10,9 +10,8 @@ thread only queues a copy within the device for `copy_out`; the worker thread mo
 side stream. `copy_in` copies on the side stream as well.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -22,13 +21,7 @@ from decentral.core import config, rng
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.fragments import Fragment
 from decentral.engine import accelerator
-from decentral.engine.optimizers import (
-    Operands,
-    OptimizerState,
-    StretchOptimizer,
-    round_stochastically,
-    views,
-)
+from decentral.engine.optimizers import OptimizerState, round_stochastically, views
 from decentral.model import decoder
 
 
@@ -255,28 +248,6 @@ class Live:
         else:
             round_stochastically(self.theta + correction, self.theta, self.chance("add"))
 
-    def work(self, gradients: Sequence[Tensor]) -> Iterator["Work"]:
-        """Yield the inputs of the optimizer step for each parameter range that one `StretchOptimizer` trains.
-
-        `gradients` has one tensor for each parameter, or one flat vector [n].
-        """
-        for stretch in self.state.stretches:
-            theta = self.theta[stretch.begin : stretch.end]
-            wide = theta.float()
-            operands = stretch.operands(wide, [part.float() for part in self._within(stretch, gradients)])
-            yield Work(self, stretch, operands, wide, theta)
-
-    def _within(self, stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the parameters that this optimizer of the fragment trains.
-
-        `gradients` has one tensor for each parameter of the fragment, or is one flat vector [n]. The result has the
-        same form.
-        """
-        if len(gradients) == 1:
-            return [gradients[0].flatten()[stretch.begin : stretch.end]]
-        ends = accumulate(gradient.numel() for gradient in gradients)
-        return [one for one, end in zip(gradients, ends, strict=True) if stretch.begin < end <= stretch.end]
-
     def chance(self, what: str) -> torch.Generator:
         """Return a random generator for the purpose `what`, seeded by the fragment's index and number of steps.
 
@@ -285,7 +256,11 @@ class Live:
         seed = rng.seed_of(self.fragment.index, what, self.steps) % 2**63
         return torch.Generator(self.theta.device).manual_seed(seed)
 
-    def stepped(self) -> None:
+    def begin_step(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients for the optimizer step; `ShardedLive` first gathers the weights of its part in theta."""
+        return gradients
+
+    def end_step(self) -> None:
         """End an optimizer step. Here it does nothing; `ShardedLive` copies the result to the weights of its part."""
 
     def count(self, tokens: int, rate: float) -> None:
@@ -299,17 +274,6 @@ class Live:
         self.tokens = max(0, self.tokens - tokens)
         self.lr_sum = max(0.0, self.lr_sum - rate)
         self.steps -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The inputs of an optimizer step on the parameters of a fragment that one `StretchOptimizer` trains."""
-
-    live: Live
-    stretch: StretchOptimizer
-    operands: Operands
-    wide: Tensor  # the weights as fp32; the same tensor as `theta` if `theta` is fp32
-    theta: Tensor  # these parameters' part of the fragment's flat weight vector
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -163,7 +163,7 @@ class FragmentGossip:
     """A peer's fragments with their update rules, and the programs of its gossip jobs."""
 
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
-        """Begin without fragments; `hold` sets them."""
+        """Begin without fragments; `set_lives` sets them."""
         self.tools, self.gossip, self.peer = tools, gossip, peer
         self.merging: set[int] = set()  # fragments whose merges must end before training continues
         self.steps_to_edge: Callable[[], int] = lambda: 0
@@ -220,7 +220,7 @@ class FragmentGossip:
     def _close(self, job: jobs.CloseWindow) -> Program:
         yield Phase.EDGE
         gossiped = self._by_index[job.fragment]
-        if job.hold:
+        if job.blocking:
             self.merging.add(job.fragment)
         elif not gossiped.live.steps:
             yield Phase.EDGE  # wait until after the next step: a window cannot be closed before the first step
@@ -331,13 +331,13 @@ class FragmentGossip:
             gossiped.resting = False
             gossiped.live.touch()
 
-    def hold(self, lives: Sequence[Live], undrawn: Collection[int] = ()) -> None:
+    def set_lives(self, lives: Sequence[Live], undrawn: Collection[int] = ()) -> None:
         """Set the held fragments. Fragments held before keep their gossip state; new fragments derive it from weights.
 
         Args:
             lives: The fragments to hold, in the order of layers.
             undrawn: Indices of fragments whose weights are uninitialised. A new fragment among them has no usable
-                gossip state until a call of `start`, `load` or `hold` gives it one.
+                gossip state until a call of `start`, `load` or `set_lives` gives it one.
         """
         known = {id(gossiped.live): gossiped for gossiped in self._by_index.values()}
         self._by_index = {

@@ -1,15 +1,18 @@
 """The inner optimizer: it clips the gradients of fragments, and takes steps on their flat vectors. Start at `Inner`."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from decentral.core import config
 from decentral.engine.fragment import Live
-from decentral.engine.optimizers import round_stochastically, step_together
+from decentral.engine.optimizers import Operands, StretchOptimizer, round_stochastically
 
 AT_ONCE_ELEMENTS = 1 << 24  # on a CPU, the gradients of larger models are freed fragment by fragment during a step
+CLIP_NORM = 1.0  # largest L2 norm of a gradient: of the whole model or, in routed training, of a fragment
 FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train.total_steps`
 
 
@@ -24,13 +27,69 @@ def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, r
         rate: The learning rate.
         void: fp32 scalar on the weights' device: 1 if the gradients are not finite, so that nothing changes; else 0.
     """
-    work = [one for live, gradients in lives for one in live.work(gradients)]
+    work = [one for live, gradients in lives for one in _work(live, live.begin_step(gradients))]
     step_together([(one.stretch, one.operands) for one in work], steps, rate, void)
     for one in work:
         if one.wide is not one.theta:
             round_stochastically(one.wide, one.theta, one.live.chance(f"step {one.stretch.begin}"))
     for live, _ in lives:
-        live.stepped()
+        live.end_step()
+
+
+@dataclass(frozen=True, slots=True)
+class StretchWork:
+    """The inputs of an optimizer step on the parameters of a fragment that one `StretchOptimizer` trains."""
+
+    live: Live
+    stretch: StretchOptimizer
+    operands: Operands
+    wide: Tensor  # the weights as fp32; the same tensor as `theta` if `theta` is fp32
+    theta: Tensor  # these parameters' part of the fragment's flat weight vector
+
+
+def _work(live: Live, gradients: Sequence[Tensor]) -> Iterator[StretchWork]:
+    """Yield the inputs of the optimizer step for each parameter range of a fragment.
+
+    `gradients` has one tensor for each parameter, or one flat vector [n].
+    """
+    for stretch in live.state.stretches:
+        theta = live.theta[stretch.begin : stretch.end]
+        wide = theta.float()
+        operands = stretch.operands(wide, [part.float() for part in _within(stretch, gradients)])
+        yield StretchWork(live, stretch, operands, wide, theta)
+
+
+def _within(stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return a fragment's gradients, in the form that they have, of the parameters that this optimizer trains."""
+    if len(gradients) == 1:
+        return [gradients[0].flatten()[stretch.begin : stretch.end]]
+    ends = accumulate(gradient.numel() for gradient in gradients)
+    return [one for one, end in zip(gradients, ends, strict=True) if stretch.begin < end <= stretch.end]
+
+
+def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float, void: Tensor) -> None:
+    """Take one optimizer step of all parameter ranges, with one call of `step` for all ranges of the same `kind`.
+
+    Fewer calls save time on a GPU, which waits for its host between calls.
+
+    Args:
+        work: Optimizers of parameter ranges, with the tensors of their steps; weights and moments change in place.
+        steps: Number of optimizer steps taken before this step.
+        rate: The learning rate.
+        void: Scalar as in `StretchOptimizer.step`: 1 if nothing may change.
+    """
+    kinds: dict[Hashable, list[tuple[StretchOptimizer, Operands]]] = {}
+    for stretch, operands in work:
+        kinds.setdefault(stretch.kind, []).append((stretch, operands))
+    for alike in kinds.values():
+        parts = [operands for _, operands in alike]
+        together = Operands(
+            [one for part in parts for one in part.weights],
+            [one for part in parts for one in part.gradients],
+            [one for part in parts for one in part.first],
+            [one for part in parts for one in part.second],
+        )
+        alike[0][0].step(together, steps, rate, void)
 
 
 class Inner:
@@ -55,7 +114,7 @@ class Inner:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps on the first fragment; `step` uses this number for every fragment."""
+        """The number of optimizer steps on the first fragment; `step_all` uses this number for every fragment."""
         return self.lives[0].steps
 
     def zero_grad(self) -> None:
@@ -64,7 +123,7 @@ class Inner:
             live.zero_grad()
 
     def clip(self) -> Tensor:
-        """Scale the gradient of all fragments together, in place, to a norm of at most `train.clip_norm`.
+        """Scale the gradient of all fragments together, in place, to a norm of at most CLIP_NORM.
 
         Returns:
             The norm before scaling, a scalar on the device, for which the host of a GPU does not wait. It is not finite
@@ -72,7 +131,7 @@ class Inner:
         """
         gradients = [gradient for live in self.lives for gradient in live.gradients()]
         norm = self._norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
-        scale = self.train.clip_norm / (norm + 1e-6)
+        scale = CLIP_NORM / (norm + 1e-6)
         if norm.device.type != "cpu":
             torch._foreach_mul_(gradients, scale.clamp(max=1.0))
         elif scale < 1:
@@ -84,7 +143,7 @@ class Inner:
         norm: Tensor = torch.linalg.vector_norm(norms)
         return norm
 
-    def step(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
+    def step_all(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
         """Take an optimizer step on all fragments, count it, and free the gradients.
 
         Args:
@@ -123,7 +182,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
     norm = _norm(gradient)
     if not torch.isfinite(norm):
         return False
-    gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradient *= (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
     step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
     live.count(tokens, rate)

@@ -18,7 +18,7 @@ a rank dies, the other ranks lose their connections to it and fail as well; the 
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,7 +46,6 @@ from decentral.engine.step import (
     Chain,
     Counters,
     Device,
-    Fetch,
     LossModule,
     ModelForward,
     Replica,
@@ -255,7 +254,7 @@ class Island:
         dist.broadcast(batch_2BT, src=0, group=self.control)
         return batch_2BT[0], batch_2BT[1]
 
-    def hold(self, replica: Replica) -> None:
+    def wrap(self, replica: Replica) -> None:
         """Wrap the model to average gradients, and copy rank 0's weights to all ranks. All ranks must call this.
 
         If each rank has only a part of the model, do nothing: `sharded.build` has called `take` already.
@@ -314,7 +313,7 @@ class AveragedForward:
 
 
 def build_whole(run: config.Config, device: torch.device) -> BuiltReplica:
-    """Build the whole model on a device with uninitialised weights; `Island.hold` then copies rank 0's weights."""
+    """Build the whole model on a device with uninitialised weights; `Island.wrap` then copies rank 0's weights."""
     layers = decoder.placed(decoder.build(run.model, run.seed, drawn=False), run, device)
     lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
     compiled = run.train.compile and not accelerator.compile_failure(device)
@@ -338,7 +337,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
 
     run = assignment.run
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
-    island.hold(replica)
+    island.wrap(replica)
     counters = Counters()
 
     fetch = _fetch_of(island, assignment, counters)
@@ -351,7 +350,8 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
             case Order.MEASURE:
                 measure.step_s(island.forward, run.model, device, assignment.micro_batch)
             case Order.STEP:
-                train_step(island.forward, fetch, replica.inner, counters.lr_step, run.train, device)
+                batches = [fetch() for _ in range(run.train.accumulate)]
+                train_step(island.forward, batches, replica.inner, counters.lr_step, run.train, device)
             case Order.EVALUATE:
                 held_out_part(island.forward, island.batch(first, second), device)
             case _:
@@ -360,7 +360,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
                 live.obey(order, second)
 
 
-def _fetch_of(island: Island, assignment: Assignment, counters: Counters) -> Fetch:
+def _fetch_of(island: Island, assignment: Assignment, counters: Counters) -> Callable[[], Batch]:
     """Return the function that returns this rank's next micro-batch, or rank 0's if only rank 0 reads data."""
     run, sequences = assignment.run, assignment.micro_batch
     if island.readers == 1:

@@ -131,7 +131,7 @@ def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], No
     end_with_parent(signal.SIGINT)
     for each in ending_signals():
         signal.signal(each, signal.SIG_DFL)  # end the process at once: Python handlers wait while a rank connects
-    island = Island(measure.choose(device, "auto", 1.0, 0.0).device)
+    island = Island(measure.choose(device).device)
     if place.rank == 0:
         for each in notices():
             signal.signal(each, signal.default_int_handler)
@@ -162,7 +162,7 @@ def _follow(device: str, throttle: float, island: Island) -> None:
     assignment = island.assignment()
     if assignment is not None:
         train = assignment.run.train
-        chosen = measure.choose(device, train.dtype, throttle, train.emulated_micro_batch_s)
+        chosen = measure.choose(device, throttle, train.emulated_micro_batch_s)
         if island.sharded:
             memory.give_back_what_is_freed(island.size)
         follow(island, assignment, replace(chosen, ranks=island))

@@ -63,7 +63,7 @@ class LookAhead:
                 self._lives[place].compute_with(self._lives[place].theta)
 
     @contextmanager
-    def step(self, index: int) -> Iterator[None]:
+    def during_step(self, index: int) -> Iterator[None]:
         """Record how the step inside the context changes the fragment at position `index` of the peer's span."""
         live, moved = self._lives[index], self._moved[index]
         before = live.theta.clone()

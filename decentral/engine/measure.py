@@ -23,12 +23,11 @@ LARGEST = 512  # a micro-batch with more sequences is not measured
 GOOD_ENOUGH = 0.9
 
 
-def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Device:
+def choose(wanted: str, throttle: float = 1.0, emulated_s: float = 0.0) -> Device:
     """Return the device that `--device` names.
 
     Args:
         wanted: The value of `--device`, as in core/device_names.py.
-        dtype: Type of the numbers in matrix products; auto is bfloat16 on accelerators that have it, else float32.
         throttle: Factor by which computing is slowed down, to imitate a slower device.
         emulated_s: Seconds that a micro-batch through the whole model takes at least, to emulate a slower device; 0
             emulates none.
@@ -42,8 +41,7 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
         none = f"no {accelerator.ACCELERATORS[kind]} device; use --device cpu"
         few = {0: none, 1: f"only {kind}:0"}.get(count, f"only {kind}:0 to {kind}:{count - 1}")
         raise UserError(f"--device {wanted}: this machine has {few}")
-    chosen = accelerator.training_dtype(device) if dtype == "auto" else getattr(torch, dtype)
-    return Device(device, chosen, throttle, emulated_s)
+    return Device(device, accelerator.training_dtype(device), throttle, emulated_s)
 
 
 def devices(wanted: str, place: Place | None) -> list[str]:
@@ -58,14 +56,14 @@ def devices(wanted: str, place: Place | None) -> list[str]:
             number of ranks.
     """
     names = wanted.split(",")
-    found = [choose(name, "auto", 1.0, 0.0).device for name in names]
+    found = [choose(name).device for name in names]
     if len({device.type for device in found}) > 1:
         raise UserError(f"--device {wanted}: the devices of one peer must be of one type; start a peer for each type")
     ranks = len(names) if place is None else place.local_size
     if place is not None and len(names) == 1 and found[0].index is None:
         kind = found[0].type
         names = [kind if kind == "cpu" else f"{kind}:{rank}" for rank in range(ranks)]
-        found = [choose(name, "auto", 1.0, 0.0).device for name in names]
+        found = [choose(name).device for name in names]
     if len(names) != ranks:
         raise UserError(f"--device {wanted}: {ranks} ranks need a device each; name {ranks} devices, or --device cuda")
     if found[0].type != "cpu" and len({device.index or 0 for device in found}) < len(found):

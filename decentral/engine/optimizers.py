@@ -23,6 +23,7 @@ from decentral.core.errors import UserError
 BLOCK = 256  # an 8-bit moment has one scale for each block of this many numbers, as bitsandbytes' kernels expect
 BETA1, BETA2 = 0.9, 0.95
 EPSILON = 1e-8
+WEIGHT_DECAY = 0.1  # a step shrinks the weights by this times the learning rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +68,6 @@ class StretchOptimizer(Protocol):
             rate: The learning rate.
             void: fp32 scalar on the weights' device. 1: the gradients are not finite, and nothing changes. 0: step.
         """
-
-
-def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float, void: Tensor) -> None:
-    """Take one optimizer step of all parameter ranges, with one call of `step` for all ranges of the same `kind`.
-
-    Fewer calls save time on a GPU, which waits for its host between calls.
-
-    Args:
-        work: Optimizers of parameter ranges, with the tensors of their steps; weights and moments change in place.
-        steps: Number of optimizer steps taken before this step.
-        rate: The learning rate.
-        void: Scalar as in `StretchOptimizer.step`: 1 if nothing may change.
-    """
-    kinds: dict[Hashable, list[tuple[StretchOptimizer, Operands]]] = {}
-    for stretch, operands in work:
-        kinds.setdefault(stretch.kind, []).append((stretch, operands))
-    for alike in kinds.values():
-        parts = [operands for _, operands in alike]
-        together = Operands(
-            [one for part in parts for one in part.weights],
-            [one for part in parts for one in part.gradients],
-            [one for part in parts for one in part.first],
-            [one for part in parts for one in part.second],
-        )
-        alike[0][0].step(together, steps, rate, void)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +173,7 @@ class OptimizerState:
         cut = sum(shape.numel() for shape in blocks)
         end = cut + matrices
         in_bytes = train.moments == "int8" and matrices > 0
-        wide = [(end, end + gains, 0.0)] if in_bytes else [(cut, end, train.weight_decay), (end, end + gains, 0.0)]
+        wide = [(end, end + gains, 0.0)] if in_bytes else [(cut, end, WEIGHT_DECAY), (end, end + gains, 0.0)]
         kept = sum(stop - begin for begin, stop, _ in wide)
         self.exp_avg, self.exp_avg_sq = zeros(cut + kept, device), zeros(kept, device)
         self.tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -224,7 +200,7 @@ class OptimizerState:
         moments, scales = (
             (self.tensors["exp_avg" + kind], self.tensors["exp_avg_sq" + kind]) for kind in ("_int8", "_scales")
         )
-        return AdamW8bit(begin, end, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
+        return AdamW8bit(begin, end, WEIGHT_DECAY, moments, scales, (tables[0], tables[1]), kernels)
 
 
 def zeros(elements: int, device: torch.device) -> Tensor:

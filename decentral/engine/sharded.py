@@ -10,7 +10,7 @@ AdamW works on parts as on whole vectors. Muon orthogonalises whole matrices: `S
 rank for that.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -26,10 +26,10 @@ from decentral.core import config
 from decentral.core.fragments import Fragment
 from decentral.core.rank_place import Split
 from decentral.engine import accelerator, tensor_parallel
-from decentral.engine.fragment import Arrive, CopyMemory, Live, Work, fragments_of
+from decentral.engine.fragment import Arrive, CopyMemory, Live, fragments_of
 from decentral.engine.inner import Inner
 from decentral.engine.muon import MOMENTUM, Muon, muon_step, scratch
-from decentral.engine.optimizers import Operands, OptimizerState, round_stochastically, views
+from decentral.engine.optimizers import WEIGHT_DECAY, Operands, OptimizerState, round_stochastically, views
 from decentral.engine.shards import Cut, Division, MatrixExchange, Order, Shards, Slot
 from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
@@ -97,12 +97,12 @@ class ShardedLive(Live):
         pairs = zip(self._parameters, self._parts(), strict=True)
         return [torch.zeros_like(part) if one.grad is None else _part(one.grad) for one, part in pairs]
 
-    def work(self, gradients: Sequence[Tensor]) -> Iterator[Work]:
-        """Yield the optimizer step's inputs for each parameter range, with this rank's part of theta as one vector."""
+    def begin_step(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Set theta to this rank's part of the weights, and return its part of the gradient as one vector."""
         self.theta = torch.cat([one.flatten() for one in self._parts()])
-        return super().work([torch.cat([one.flatten() for one in gradients])])
+        return [torch.cat([one.flatten() for one in gradients])]
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """Copy theta to the weights, and free it."""
         self._set(self.theta)
         self.theta = self.theta.new_empty(0)
@@ -264,7 +264,7 @@ class ShardedMuon:
         if wholes:
             muon_step(updates, wholes, wholes, rate, 0.0)
             scratch.free()
-        torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
+        torch._foreach_mul_(operands.weights, 1 - rate * WEIGHT_DECAY)
         torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
 
 

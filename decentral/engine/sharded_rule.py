@@ -17,8 +17,8 @@ from torch import Tensor
 
 from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip.pull_rule import PullRule
-from decentral.comm.gossip.trust import PulledWindow, WindowSample
-from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.comm.gossip.trust import WindowSample
+from decentral.comm.gossip.update_rules import Correction, Parts, PulledWindow, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution

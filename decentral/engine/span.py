@@ -28,7 +28,7 @@ from decentral.model.start_weights import StartWeightsError
 
 
 class Span:
-    """The layers that a peer holds, set by `hold`, with their optimizer, gossip and executions.
+    """The layers that a peer holds, set by `build_layers`, with their optimizer, gossip and executions.
 
     The attribute `forward` computes the held layers. If they are not the whole model, `forward` serves only to measure
     the device's speed.
@@ -58,7 +58,7 @@ class Span:
         self._stages: StageRunner | None = None
         self._undrawn: set[int] = set()  # held fragments whose weights are not initialised yet
 
-    def hold(self, first: int, last: int, drawn: bool = True) -> None:
+    def build_layers(self, first: int, last: int, drawn: bool = True) -> None:
         """Hold the layers [first, last): keep layers that the peer already has, free the others, and build the rest.
 
         In an island that shards, ignore the arguments and hold a part of every layer, with initial weights if
@@ -74,9 +74,10 @@ class Span:
                 a checkpoint or other peers are loaded (then call `given`), or until `draw` samples initial weights.
 
         Raises:
-            RuntimeError: If the device's memory is too small. The span then has only some layers: call `hold` again.
+            RuntimeError: If the device's memory is too small. The span then has only some layers: call `build_layers`
+                again.
             StartWeightsError: If the folder of the initial weights is missing or wrong. The span then has only some
-                layers: call `hold` again.
+                layers: call `build_layers` again.
         """
         if self.device.ranks.sharded:
             self._hold_part()
@@ -90,7 +91,7 @@ class Span:
         layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
         self.layers, self.fragments, self._stages = list(layers.values()), list(lives), None
         self.inner, self.forward = Inner([], run.train), Chain([])
-        self.gossip.hold(list(lives.values()))
+        self.gossip.set_lives(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
             new = decoder.placed(decoder.build(run.model, run.seed, begin, end, drawn), run, device)
             layers |= dict(enumerate(new, begin))
@@ -102,7 +103,7 @@ class Span:
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
         self._undrawn = set() if drawn else new_cuts
         ordered = [lives[fragment] for fragment in wanted]
-        self.gossip.hold(ordered, undrawn=self._undrawn)
+        self.gossip.set_lives(ordered, undrawn=self._undrawn)
         self.inner = Inner(ordered, run.train)
         self.forward = Chain(self.layers, run.train.compile and not accelerator.compile_failure(device), run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
@@ -118,7 +119,7 @@ class Span:
         self.layers, self.fragments = built.layers, list(self.cuts)
         self.inner, self.forward = built.inner, built.forward
         self._undrawn = set() if sharded.draws(self.run.model) else {cut.index for cut in self.cuts}
-        self.gossip.hold(built.inner.lives)
+        self.gossip.set_lives(built.inner.lives)
 
     def given(self, fragments: Iterable[int]) -> None:
         """Record that these fragments (indices) have weights from a checkpoint or a peer, so `draw` skips them."""
@@ -144,8 +145,8 @@ class Span:
             if live.fragment.index in self._undrawn:
                 live.draw(layers, first)
                 live.touch("theta")
-        self.gossip.hold([live for live in lives if live.fragment.index not in self._undrawn])
-        self.gossip.hold(lives)  # add all fragments again, now with gossip state made from their new weights
+        self.gossip.set_lives([live for live in lives if live.fragment.index not in self._undrawn])
+        self.gossip.set_lives(lives)  # add all fragments again, now with gossip state made from their new weights
         self._undrawn.clear()
 
     @property
@@ -217,7 +218,7 @@ class HeldSpan(Protocol):
     fragments: list[Fragment]
     gossip: FragmentGossip
 
-    def hold(self, first: int, last: int, drawn: bool = True) -> None:
+    def build_layers(self, first: int, last: int, drawn: bool = True) -> None:
         """Make [first, last) the held layers. New layers get initial weights if `drawn`, otherwise they get none."""
 
     def given(self, fragments: Iterable[int]) -> None:
@@ -254,10 +255,10 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
     try:
         for state in given_up:
             retained.write(state, counters.lr_step)
-        span.hold(job.first, job.last, drawn=not states.keys() >= set(gained))
+        span.build_layers(job.first, job.last, drawn=not states.keys() >= set(gained))
     except (OSError, RuntimeError, StartWeightsError) as error:
         if span.fragments != held:
-            span.hold(held[0].first, held[-1].last, drawn=False)
+            span.build_layers(held[0].first, held[-1].last, drawn=False)
             span.gossip.start(unpacked(span.gossip.tools.codecs, given_up, layouts))
             span.given(lost)
         return jobs.SpanChanged(False, _reason(error))

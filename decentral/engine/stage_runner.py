@@ -12,7 +12,7 @@ peer computes.
 Start reading at `StageRunner.forward`. Gradients are those of the sum of the tokens' losses, not of the mean. So the
 gradients of micro-batches of any size can be added; each fragment then divides the sum by the number of tokens that
 passed through it. Masked targets, which the loss ignores, are not counted. The gradient of each fragment is clipped
-alone to `clip_norm`, since no peer knows the norm over the layers of other peers.
+alone to CLIP_NORM (inner.py), since no peer knows the norm over the layers of other peers.
 
 Shapes: B sequences, T positions, D width, V vocabulary.
 """
@@ -250,7 +250,7 @@ class StageRunner:
         applied: list[tuple[int, int, int]] = []
         for index, live in enumerate(self.lives):
             gradient, tokens = sums.sealed[slot][index], sums.sealed_tokens[slot][index]
-            with self.ahead.step(index) if self.ahead and tokens else nullcontext():
+            with self.ahead.during_step(index) if self.ahead and tokens else nullcontext():
                 if tokens and step_clipped(live, gradient.div_(tokens), lr_step, tokens):
                     applied.append((live.fragment.first, live.fragment.last, tokens))
         self.drop(slot)

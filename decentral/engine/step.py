@@ -1,4 +1,4 @@
-"""One training step: fetch, forward, backward, step, report. Nothing here depends on the network.
+"""One training step: forward, backward, step, report. Nothing here depends on the network.
 
 Start reading at `queue_step`. `Counters` counts a peer's steps and tokens, and the time of its training thread.
 """
@@ -22,9 +22,6 @@ from decentral.model import decoder
 
 Batch = tuple[Tensor, Tensor]
 """Sequences: inputs_BT and targets_BT."""
-
-Fetch = Callable[[], Batch]
-"""Returns the next micro-batch."""
 
 
 @contextmanager
@@ -73,7 +70,7 @@ class Counters:
     versions: dict[int, bytes] = field(default_factory=dict)  # fragment -> version of its weights, in synchronous runs
     time: TimeAccount = field(default_factory=TimeAccount, compare=False)
 
-    def stepped(
+    def count_steps(
         self, tokens: int, loss: float, micro_batches: int, steps: int = 1, beside_s: Seconds = 0.0
     ) -> jobs.Stepped:
         """Add steps to the counters, `lr_step` included, and return their report with the time since the last report.
@@ -266,24 +263,34 @@ def steps_ahead(device: Device) -> int:
 
 
 def train_step(
-    forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+    forward: ModelForward,
+    batches: Sequence[Batch],
+    inner: Inner,
+    lr_step: int,
+    train: config.TrainConfig,
+    device: Device,
 ) -> StepReport:
     """Take one inner step, wait for it, and return its report. Arguments as for `queue_step`."""
-    return queue_step(forward, fetch, inner, lr_step, train, device).report()
+    return queue_step(forward, batches, inner, lr_step, train, device).report()
 
 
 def queue_step(
-    forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+    forward: ModelForward,
+    batches: Sequence[Batch],
+    inner: Inner,
+    lr_step: int,
+    train: config.TrainConfig,
+    device: Device,
 ) -> QueuedStep:
-    """Queue one inner step with the gradient of the mean loss over `train.accumulate` micro-batches.
+    """Queue one inner step with the gradient of the mean loss over these micro-batches.
 
-    A step whose gradient is not finite changes no weights, and its report counts no tokens. Each rank of an island
-    takes `train.accumulate` micro-batches. The report counts the micro-batches of all ranks; its number of tokens is
-    this rank's tokens times the number of ranks that have micro-batches of their own.
+    A step whose gradient is not finite changes no weights, and its report counts no tokens. The report counts the
+    micro-batches of all ranks of an island; its number of tokens is this rank's tokens times the number of ranks that
+    have micro-batches of their own.
 
     Args:
         forward: The model, as `Ranks.begin` returns it.
-        fetch: Returns the next micro-batch.
+        batches: The micro-batches of this rank, at least one.
         inner: The optimizer of the model's fragments.
         lr_step: The swarm's learning-rate step.
         train: The section `train` of the config.
@@ -291,7 +298,6 @@ def queue_step(
     """
     ranks, began = device.ranks, time.perf_counter()
     inner.zero_grad()
-    batches = [fetch() for _ in range(train.accumulate)]
     own_tokens = [decoder.trained_tokens(targets_BT) for _, targets_BT in batches]
     losses, tokens = [], sum(own_tokens) * ranks.readers
     for number, batch in enumerate(batches, 1):
@@ -311,8 +317,8 @@ def queue_step(
         streams = accelerator.streams(device.device)
         complete = streams.Event(blocking=True)
         complete.record(streams.current_stream(device.device))
-    inner.step(rate, tokens, void=(~torch.isfinite(norm)).float())
-    return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.readers)
+    inner.step_all(rate, tokens, void=(~torch.isfinite(norm)).float())
+    return QueuedStep(figures, complete, inner, rate, tokens, len(batches) * ranks.readers)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from decentral.core.config_values import Digest, OwnPath, Positive, PositiveFloat, Strict
 from decentral.model.families import FAMILIES, Family
@@ -79,10 +80,23 @@ class LoraConfig(Strict):
 
     rank: Annotated[int, Field(gt=0, le=1024)] = 8
     """Rank of an adapter: rows of its first factor, columns of its second. Unit: rows."""
-    alpha: PositiveFloat = 16.0
-    """An adapter's product is scaled by alpha / rank. Unit: factor."""
     matrices: Literal["queries-values", "attention", "feed-forward", "all"] = "all"
     """Matrices of a block that get adapters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_alpha(cls, given: object) -> object:
+        """Accept the key `alpha` of earlier releases if it is twice the rank, and ignore it."""
+        if not isinstance(given, dict) or "alpha" not in given:
+            return given
+        if (alpha := given["alpha"]) != (twice := 2 * given.get("rank", 8)):
+            raise ValueError(f"alpha must be {twice} (twice the rank) in this release, but is {str(alpha)[:30]}")
+        return {key: value for key, value in given.items() if key != "alpha"}
+
+    @property
+    def alpha(self) -> float:
+        """The product of an adapter is scaled by alpha / rank, which is always 2."""
+        return 2.0 * self.rank
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -136,8 +150,7 @@ class ModelConfig(Strict):
     lora: LoraConfig | None = None
     start_from: OwnPath | None = Field(default=None, alias="from")
     """Hugging Face folder on this peer's own disk that the run starts from; null: weights are sampled by `seed`."""
-    weights: Digest | None = None
-    """Digest of the weights from which all peers start; filled in by the peer that starts the run."""
+    weights: SkipJsonSchema[Digest | None] = None  # of the weights from which all peers start; `sealed` sets it
 
     @model_validator(mode="after")
     def shapes_fit(self) -> "ModelConfig":

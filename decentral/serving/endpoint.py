@@ -4,7 +4,7 @@
     POST /v1/completions
     POST /v1/chat/completions      with "stream": true, both POST routes answer with server-sent events
 
-    request -> bounded body -> checked fields -> a free slot (turns.py) -> tokens from the generation thread -> answer
+    request -> bounded body -> checked fields -> a free slot (`Turns`) -> tokens from the generation thread -> answer
 
 Start reading at `api`. There is no password: anybody who can connect to the port may send requests. A web page of
 another site is refused: the browser names that site in the header `Origin`, and a plain HTML form cannot send JSON.
@@ -12,10 +12,11 @@ another site is refused: the browser names that site in the header `Origin`, and
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from decentral.comm.net.fair_shares import FairShare
 from decentral.commands import shared
 from decentral.core import strict_json
 from decentral.core.errors import UserError
@@ -45,7 +47,6 @@ from decentral.serving.openai_requests import (
 )
 from decentral.serving.replies import ApiReply, ChatReply, CompletionReply
 from decentral.serving.served_model import ServedModel
-from decentral.serving.turns import ANSWERED_AT_ONCE, Turns
 
 BODY_S = 20.0
 ANSWER_S = 600.0  # an answer that takes longer is cut off, with finish reason "length"
@@ -53,6 +54,60 @@ LOOK_AFTER_TOKENS = 8  # after this many tokens of an answer that is not streame
 
 Begin = Callable[[LoadedModel], Completion]
 """Prepares the answer to one request, which the given model will generate."""
+ANSWERED_AT_ONCE = 4  # more requests wait, since each answer takes memory for a key-value cache
+MOST_WAITING_REQUESTS = 16
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Limits the requests that are answered at the same time, and owns the thread that generates their text.
+
+    The thread generates a token for each of them in turn, so that a short answer does not wait for a long answer. If
+    too many requests wait, a new request is refused with status 429, and its client may try again. `FairShare` divides
+    both numbers between the networks of the clients, so that no client takes all.
+    """
+
+    def __init__(self, at_once: int = ANSWERED_AT_ONCE, waiting: int = MOST_WAITING_REQUESTS) -> None:
+        """Allow `at_once` requests to be answered at the same time, and `waiting` more requests to wait."""
+        self._present, self._answered = FairShare(at_once + waiting), FairShare(at_once)
+        self._freed = asyncio.Condition()
+        self._thread = ThreadPoolExecutor(1, "generation", initializer=decoding.use_one_thread)
+
+    @property
+    def present(self) -> int:
+        """Number of requests that are being answered or wait."""
+        return self._present.used
+
+    @asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait until fewer than `at_once` requests are being answered; this request counts until the context ends.
+
+        Args:
+            caller: The network of the client.
+
+        Raises:
+            ApiError: If too many requests, or too many of this caller, wait already (status 429).
+        """
+        if not self._present.take(caller):
+            own = self._present.by_sender.get(caller, 0)
+            said = f"the server already has {self.present} requests, {own} of them from your network; try again later"
+            raise ApiError(429, said, "too_many_requests")
+        try:
+            async with self._freed:
+                await self._freed.wait_for(lambda: self._answered.take(caller))
+            try:
+                yield
+            finally:
+                self._answered.give_back(caller)
+                async with self._freed:
+                    self._freed.notify_all()
+        finally:
+            self._present.give_back(caller)
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Run a function in the generation thread and return its result. Functions run one after another."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
 
 def api(served: ServedModel) -> Starlette:

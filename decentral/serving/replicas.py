@@ -96,6 +96,6 @@ def held_out_loss(run: config.Config, weights: Weights) -> float:
     Raises:
         UserError: If the data or a fragment is missing.
     """
-    batch = corpora.load(run.data, run.model).evaluation(run.train.eval_sequences)
+    batch = corpora.load(run.data, run.model).evaluation(run.eval_sequences)
     cpu = Device(torch.device("cpu"), torch.float32)
     return step.held_out_loss(Chain(layers_with(run, weights), run=run), batch, cpu, AT_ONCE)

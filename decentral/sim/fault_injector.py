@@ -17,7 +17,7 @@ from decentral.core.units import Seconds
 from decentral.sim import liars
 from decentral.sim.faults import ALL, HOP_LIES, WITHHELD, Fault
 from decentral.sim.host import VirtualHost
-from decentral.sim.route_liars import falsify_gradient
+from decentral.sim.liars import falsify_gradient
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 

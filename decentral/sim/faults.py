@@ -18,7 +18,7 @@ Start reading at `Fault` and `parse`. A fault in a text has one of these forms; 
     nat 3 at 0                    other peers reach peer 3 only through a relay
     lie 2 nan at 10 for 20        peer 2 is Byzantine: its snapshots are nan, scaled, stale, replayed or corrupted
     lie 2 flipped at 10 for 20    one of the false snapshots that sim/liars.py computes from honest snapshots
-    lie 2 hop-zero at 10 for 20   peer 2 sends false gradients in a pipeline (sim/route_liars.py)
+    lie 2 hop-zero at 10 for 20   peer 2 sends false gradients in a pipeline (sim/liars.py)
     loss 0.05 at 5 for 20         5% of all messages lose a packet
     corrupt 0.02 at 5 for 20      2% of all messages are damaged; also truncate, duplicate, reorder
     lie 2 withheld at 10 for 20   peer 2 answers questions for records, revocations and plans as if it had none
@@ -61,7 +61,7 @@ LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # the lies that `dra
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")
 # Lies about snapshots that are never sampled at random; sim/liars.py computes them.
 PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray", "inflated")
-# Lies about gradients of a pipeline, which sim/route_liars.py computes.
+# Lies about gradients of a pipeline, which sim/liars.py computes.
 HOP_LIES = (*("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),)
 WITHHELD = "withheld"  # a peer that tells this lie sends other peers no DHT records
 ALL_LIES = (*LIES, *KNOWING_LIES, *PATIENT_LIES, *HOP_LIES, WITHHELD)

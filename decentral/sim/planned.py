@@ -6,6 +6,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,15 +27,38 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.topology import Topology
-from decentral.sim.host import Pace
+from decentral.sim.host import Pace, VirtualHost
 from decentral.sim.run import Scenario
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
-from decentral.sim.waiting import Wait, wait_of
 
 MAX_PLAN_BYTES = 64 * 1024 * 1024
 WARM_UP = 1 / 3  # tokens are counted after this share of the run, when peers have joined and measured their speeds
 SAMPLED_S = 0.37  # the time between two samples of what devices wait for; no period of the swarm is a multiple of it
 REPORT_S = 1.0  # peers report their steps this often, so that few tokens lie across the end of the warm-up
+
+
+class Wait(Enum):
+    """What an idle device waits for, if its peer takes part in routes. `decentral simulate --plan` prints the value."""
+
+    NOTHING_HERE = "a micro-batch to arrive"
+    STEP = "a step, for which micro-batches must come back or be committed"
+    MEMORY = "memory for another micro-batch of its own"
+    WINDOW = "its own micro-batches in flight, as many as it may have"  # MicroBatchWindow limits their number
+    LATER_PEERS = "later peers and links"
+
+
+def wait_of(host: VirtualHost) -> Wait | None:
+    """Return what a running peer's device waits for; None if the device works, or its peer takes part in no routes."""
+    router, engine = host.node.routes, host.engine
+    if engine.doing or engine.began is not None or router is None:
+        return None
+    if router.table.step_waits:
+        return Wait.STEP
+    if router.stage.first > 0:
+        return Wait.LATER_PEERS if router.executions else Wait.NOTHING_HERE
+    if not router.admission.has_memory(0):
+        return Wait.MEMORY
+    return Wait.WINDOW if len(router.own.under_way) >= router.window.size else Wait.LATER_PEERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,10 @@ class SimulatedPeer:
         self.lives += 1
 
     def choose_layers(self) -> None:
-        """Record that the peer is choosing its layers, until `hold` sets them."""
+        """Record that the peer is choosing its layers, until `layers_chosen` sets them."""
         self.claiming = True
 
-    def hold(self, span: tuple[int, int]) -> None:
+    def layers_chosen(self, span: tuple[int, int]) -> None:
         """Set the layers [first, last) of the new life, and record that the choice of layers is over."""
         self.span, self.claiming = span, False
 

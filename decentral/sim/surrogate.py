@@ -110,16 +110,16 @@ class SurrogateSpan:
         codecs = model.synthetic_codecs()
         self.gossip = FragmentGossip(model.config.gossip, peer, RuleTools(codecs, TorchKernels(codecs)))
         self.fragments: list[Fragment] = []
-        self.hold(first, last)
+        self.build_layers(first, last)
 
-    def hold(self, first: int, last: int, drawn: bool = True) -> None:
+    def build_layers(self, first: int, last: int, drawn: bool = True) -> None:
         """Train layers [first, last) from now on. The numbers of new fragments begin as 1, whatever `drawn` is."""
         assert not self.fragments or self.stages.idle, "a span must not change while executions are pending"
         known = {one.live.fragment.index: one.live for one in self.gossip.fragments}
         self.layers = first, last
         self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
         self.lives = [known.get(cut.index) or _live(cut, self.model.config.train) for cut in self.fragments]
-        self.gossip.hold(self.lives)
+        self.gossip.set_lives(self.lives)
         self.stages = SurrogateStages(self.model, self.peer, self.lives, self.fragments, self.chance)
 
     def given(self, fragments: Iterable[int]) -> None:
@@ -172,7 +172,7 @@ class SurrogateWorkload(JobRunner):
         """Take `count` steps at once; return their outcome, which reports `spent` as the time spent."""
         tokens = count * self.model.tokens_per_step
         self.span.descend(count)
-        stepped = self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)
+        stepped = self.counters.count_steps(tokens, loss_of(self.span.stages.weights), count, steps=count)
         return replace(stepped, spent=spent)
 
     def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:

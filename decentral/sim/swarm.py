@@ -237,7 +237,7 @@ class SimulatedSwarm:
     def _begin_life(
         self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
     ) -> None:
-        member.hold((claimed.span if claimed else None) or (0, self.settings.fragments[-1].last))
+        member.layers_chosen((claimed.span if claimed else None) or (0, self.settings.fragments[-1].last))
         training = self._training(member)
         node = Node(self._setup(member, training, contacts, claimed))
         lookup_s, falsified = _lookup_s(self.geography), partial(self._falsified, member)

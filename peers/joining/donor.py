@@ -143,7 +143,7 @@ class Donor:
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
         return [self._piece(request, sender, pull, export, now) for request, sender, pull in waiting] + self._encode()
 
-    def hold(self, fragments: Sequence[Fragment]) -> None:
+    def serve_only(self, fragments: Sequence[Fragment]) -> None:
         """Serve only these fragments from now on, because this peer now holds other layers."""
         self.fragments = fragments
 

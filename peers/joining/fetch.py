@@ -200,7 +200,7 @@ class Fetch:
         """Return the learning-rate step at which to begin training; 0 if no donor has answered.
 
         The result is the lower median of the donors' steps, since one donor may lie; the step clock corrects a step
-        that is too low (peers/runtime/step_clock.py). In a synchronous run (`exact`) the highest step is the result.
+        that is too low (peers/runtime/progress.py). In a synchronous run (`exact`) the highest step is the result.
         """
         steps = sorted(self.steps.values())
         return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0

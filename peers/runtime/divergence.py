@@ -22,7 +22,7 @@ STOP_STEPS, STOP_S = 100, 60.0  # divergence "lasts" after both this many steps 
 
 @dataclass(slots=True)
 class Divergence:
-    """The detector of divergence; `stepped` must be called with the result of every step."""
+    """The detector of divergence; `judge_step` must be called with the result of every step."""
 
     guess: float  # loss in nats of a model that considers all tokens equally likely
     dropped: int = 0
@@ -35,7 +35,7 @@ class Divergence:
     _since: tuple[int, Seconds] | None = None  # step and time at which divergence began; None if training is sound
     _said_at: Seconds = 0.0
 
-    def stepped(self, dropped: bool, loss: float | None, now: Seconds) -> list[Log]:
+    def judge_step(self, dropped: bool, loss: float | None, now: Seconds) -> list[Log]:
         """Update the detector with a step; while training has diverged, return a warning every REPEAT_S.
 
         Args:

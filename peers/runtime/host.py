@@ -26,7 +26,7 @@ from decentral.comm.wire import transport as wire
 from decentral.comm.wire.codec import Envelope
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.journal.events import ClockLine, ErrorLine, RefusedLine, StoppedLine, SuspendedLine
+from decentral.core.journal.events import REPEAT_S, ClockLine, ErrorLine, RefusedLine, StoppedLine, SuspendedLine
 from decentral.core.journal.file import Journal
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
@@ -36,7 +36,6 @@ from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.runtime.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
-from decentral.peers.runtime.host_watch import HostWatch
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.progress import Stop
 from decentral.scheduler.placement.evaluate import EvaluatePlans, evaluate_plans
@@ -49,6 +48,54 @@ SUSPENDED_S = 15.0  # if the event loop wakes later than planned by more than th
 REFUSED_S = 10.0
 SAID = 300  # longest text of a network error in the journal, in characters
 FINISH_S = 120.0  # a leaving peer waits at most this long for its last step and checkpoint
+
+
+@dataclass(slots=True)
+class Trouble:
+    """The latest occurrence of one kind of trouble, and when the journal last got a line about this kind (`said_at`).
+
+    `unsaid` is the number of occurrences since that line.
+    """
+
+    text: str
+    last_at: Seconds
+    said_at: Seconds
+    unsaid: int = 0
+
+
+@dataclass(slots=True)
+class HostWatch:
+    """The table of one machine's troubles, such as a full disk, with one entry per kind.
+
+    The journal gets a line when a trouble begins. Repetitions are counted, and their number is written at most once in
+    REPEAT_S. A trouble that has not occurred for REPEAT_S is over.
+    """
+
+    journal: Journal
+    now: Callable[[], Seconds]
+    _noted: dict[str, Trouble] = field(default_factory=dict)
+
+    def note(self, kind: str, text: str) -> None:
+        """Record that a trouble occurs now; write it to the journal if its last line there is at least REPEAT_S old.
+
+        Args:
+            kind: Names the trouble; calls with the same `kind` count as repetitions of one trouble.
+            text: Describes the trouble for the user.
+        """
+        now, known = self.now(), self._noted.get(kind)
+        if known is None or now > known.last_at + REPEAT_S:
+            self._noted[kind] = Trouble(text, now, now)
+            self.journal.write(ErrorLine(reason=text))
+            return
+        known.text, known.last_at, known.unsaid = text, now, known.unsaid + 1
+        if now >= known.said_at + REPEAT_S:
+            self.journal.write(ErrorLine(reason=text, times=known.unsaid))
+            known.said_at, known.unsaid = now, 0
+
+    def present(self) -> list[str]:
+        """Return the latest text of each trouble that has occurred within REPEAT_S."""
+        now = self.now()
+        return [trouble.text for trouble in self._noted.values() if now <= trouble.last_at + REPEAT_S]
 
 
 class Computing(Protocol):

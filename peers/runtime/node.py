@@ -49,11 +49,10 @@ from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.handlers import Handlers, PeerEffect, PeerEvent
 from decentral.peers.runtime.own_record import OwnRecord
 from decentral.peers.runtime.peer_selection import PeerSelection
-from decentral.peers.runtime.progress import TrainingProgress
+from decentral.peers.runtime.progress import StepClock, TrainingProgress
 from decentral.peers.runtime.route_planner import RoutePlanner
 from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.peers.runtime.span_manager import SpanManager
-from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.peers.runtime.witness import Witness
 from decentral.scheduler.placement.cold_copies import CopyTag
@@ -158,7 +157,7 @@ class Node:
         self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self.present, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance)
-        self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
+        self.handlers.register(self._pass_step_on, jobs.Stepped, jobs.Sealed)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
         if setup.private:
@@ -346,7 +345,7 @@ class Node:
         reviewed = self._review_routes_and_span(self.route_planner, now)
         return [*lines, *reviewed, *self.route_planner.routes.handle(Woke(), now)]
 
-    def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
+    def _pass_step_on(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
         effects: list[PeerEffect] = [*self.progress.handle(event, now), *routed]

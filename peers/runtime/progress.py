@@ -1,20 +1,33 @@
 """Track one peer's training: measure speed and loss, and decide when to evaluate, save a checkpoint and stop.
 
-Start at `TrainingProgress`.
+Start at `TrainingProgress`. `StepClock` raises the learning-rate step to the swarm's.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from decentral.comm.wire.messages import MOST_FOLLOWED
 from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
-from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
+from decentral.core.jobs import (
+    DIVERGED,
+    Evaluate,
+    Evaluated,
+    Job,
+    JobFailed,
+    Save,
+    Saved,
+    SaveFailed,
+    Sealed,
+    SetClock,
+    Stepped,
+)
 from decentral.core.journal.events import CheckpointLine, ErrorLine, EvalLine, StepLine
 from decentral.core.machine import Log, Woke, earliest
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 from decentral.peers.runtime.divergence import Divergence
-from decentral.peers.runtime.running_loss import RunningLoss, mean_loss
 
 LINE_S = 1.0
 CHECKPOINT_SHARE = 0.01  # a slow checkpoint delays the next until checkpoints take at most this share of the time
@@ -23,6 +36,38 @@ EVALUATION_SHARE = 0.005  # evaluations are delayed until they take at most this
 RATE_S = 10.0
 PAUSE_STEPS = 4  # training counts as paused once a step takes this many times longer than the step before
 LEAST_SPEED = 1e-3  # tokens/s that a peer publishes while training is paused, since 0 would mean "not measured yet"
+WEIGHT = 0.05  # the average loss gives the latest step this weight, so it covers about 20 steps
+ONE_TIMES = 16  # if only one other peer is known, it may raise our step by at most this much for each step we train
+ONE_MOST = 64 * ONE_TIMES  # if only one other peer is known, it can raise our step by at most this much at once
+
+
+@dataclass(slots=True)
+class RunningLoss:
+    """An exponential average of the steps' finite losses."""
+
+    mean: float | None = None  # in nats per token; None before the first finite loss
+    lost: int = 0  # steps in a row without a finite loss, up to now
+
+    def add(self, loss: float) -> None:
+        """Add a step's loss in nats per token to the average; if it is not finite, count it in `self.lost` instead."""
+        if not math.isfinite(loss):
+            self.lost += 1
+            return
+        self.lost = 0
+        self.mean = loss if self.mean is None else (1 - WEIGHT) * self.mean + WEIGHT * loss
+
+    def __str__(self) -> str:
+        """Return the mean as text, "-" before the first loss, or `not finite for 3 steps` after such losses."""
+        if self.lost:
+            return f"not finite for {self.lost} steps"
+        return "-" if self.mean is None else f"{self.mean:.3f}"
+
+
+def mean_loss(losses: Iterable[float]) -> tuple[float | None, int]:
+    """Return the mean of the finite losses (None if none is finite), and the number of losses that are not finite."""
+    known = list(losses)
+    finite = [loss for loss in known if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else None, len(known) - len(finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +97,7 @@ class TrainingSpeed:
     _stepped_at: Seconds | None = None
     _step_s: Seconds = 0.0
 
-    def stepped(self, now: Seconds, joined_at: Seconds | None) -> None:
+    def note_step(self, now: Seconds, joined_at: Seconds | None) -> None:
         """Record that a step ended at `now`; the first step counts from `joined_at`."""
         before = joined_at if self._stepped_at is None else self._stepped_at
         self._step_s, self._stepped_at = 0.0 if before is None else now - before, now
@@ -118,7 +163,7 @@ class SaveTimes:
         """Make a checkpoint due now."""
         self.due_at = now
 
-    def stepped(self, now: Seconds) -> None:
+    def begin_if_idle(self, now: Seconds) -> None:
         """Make a checkpoint due now if none is scheduled or being written; called after each step."""
         if self.due_at is None and self.since is None:
             self.due_at = now
@@ -169,7 +214,7 @@ class TrainingProgress:
     joined_at: Seconds | None = None
     waits_since: Seconds | None = None  # when this peer began to wait for the run's weights; None: it does not wait
     step: int = 0  # number of the last step that this peer trained
-    lr_step: int = 0  # step in the learning-rate schedule, raised to the swarm's step by step_clock.py
+    lr_step: int = 0  # step in the learning-rate schedule, raised to the swarm's step by `StepClock`
     tokens: int = 0
     losses: RunningLoss = field(default_factory=RunningLoss)
     divergence: Divergence = field(default_factory=lambda: Divergence(math.log(BYTES)))
@@ -225,7 +270,7 @@ class TrainingProgress:
         """Handle a step, a timer event (Woke), or the outcome of an evaluation, checkpoint or failed job."""
         match event:
             case Stepped():
-                return self._stepped(event, now)
+                return self._count_step(event, now)
             case Sealed(sound=sound):
                 return [] if sound else self._judged(True, None, now)  # without a finite gradient, the step is skipped
             case Evaluated(tokens, loss, seconds):
@@ -287,10 +332,10 @@ class TrainingProgress:
         )
         return [Log(line)]
 
-    def _stepped(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
+    def _count_step(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)
-        self.rate.stepped(now, self.joined_at)
-        self._saves.stepped(now)
+        self.rate.note_step(now, self.joined_at)
+        self._saves.begin_if_idle(now)
         self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
@@ -305,7 +350,7 @@ class TrainingProgress:
 
     def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[ProgressEffect]:
         """Pass a step to `divergence`, and return its warnings; also return Stop if training does not recover."""
-        lines = self.divergence.stepped(dropped, loss, now)
+        lines = self.divergence.judge_step(dropped, loss, now)
         return [*lines, *([Stop(self.divergence.trouble)] if self.divergence.hopeless else ())]
 
     def _due(self, now: Seconds) -> list[ProgressEffect]:
@@ -325,3 +370,30 @@ class TrainingProgress:
         if since is None or self.stop_after is None or self.stop_after.kind != "s":
             return None
         return since + self.stop_after.value
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Decides when a peer skips ahead in the learning-rate schedule, to the swarm's position.
+
+    The node calls `follow` after each lookup of peers' records. A peer below the upper median of its own step and the
+    published steps moves to this median. So a slow peer does not train at a warm-up rate while the others' rate already
+    decays, and one peer that claims a billion steps has no effect. A single other peer can raise our step at most
+    ONE_TIMES as fast as we train, so that a liar cannot move us to the end of the schedule at once.
+    """
+
+    progress: TrainingProgress
+    _own_step: int = 0
+    _catches_up: int = 0  # by how many steps a single other peer may still move us ahead
+
+    def follow(self, lr_steps: Iterable[int]) -> list[Job]:
+        """Return a job that raises our step to the median of our step and `lr_steps`; [] if we are not behind."""
+        own, trained = self.progress.lr_step, max(0, self.progress.step - self._own_step)
+        self._own_step = self.progress.step
+        self._catches_up = min(ONE_MOST, self._catches_up + ONE_TIMES * trained)
+        known = sorted([own, *[step for step in lr_steps if step < MOST_FOLLOWED]])
+        ahead = known[len(known) // 2] - own
+        if len(known) == 2:
+            ahead = min(ahead, self._catches_up)
+            self._catches_up -= max(0, ahead)
+        return [SetClock(own + ahead)] if ahead > 0 else []

@@ -82,7 +82,7 @@ class PresentSetup:
 
     now: NodeSetup
 
-    def hold(self, held: range) -> NodeSetup:
+    def set_span(self, held: range) -> NodeSetup:
         """Replace the present setup by one in which the peer holds the fragments `held`, and return the new setup."""
         self.now = self.now.holding(held)
         return self.now

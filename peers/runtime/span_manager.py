@@ -30,12 +30,13 @@ from decentral.peers.runtime.route_planner import RoutePlanner
 from decentral.peers.runtime.setup import PresentSetup
 from decentral.scheduler.placement.cold_copies import ColdCopies
 from decentral.scheduler.placement.evaluate import EvaluatePlans, TrainingPeer
-from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
+from decentral.scheduler.placement.move import Drained, MoveEffect, MovePhase, SpanMove, UseSpan
 from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
 SPAN_REVIEW_S = 2.0
+REPLICAS = 2  # other holders of each layer that a move for relief gives up, and holders of each layer in a plan
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class SpanManager:
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
         chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans", "copies")]
-        replicas, links = run.routes.holders, TokenLinks.of(run)
+        replicas, links = REPLICAS, TokenLinks.of(run)
         self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
         self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
         self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, links, replicas, run.seed, chances[2], self)
@@ -155,8 +156,8 @@ class SpanManager:
         done: list[Effect] = []
         for effect in effects:
             match effect:
-                case HoldSpan(held):
-                    done += self._hold(held, now)
+                case UseSpan(held):
+                    done += self._use_span(held, now)
                 case ChangeSpan():
                     done += [*self._give_up(self.span_move.given_up), effect]
                 case _:
@@ -164,16 +165,16 @@ class SpanManager:
         return done
 
     def _give_up(self, given_up: Sequence[int]) -> list[Effect]:
-        self.donor.hold([cut for cut in self.setup.now.fragments if cut.index not in given_up])
+        self.donor.serve_only([cut for cut in self.setup.now.fragments if cut.index not in given_up])
         refused = self.answers.refuse_about(given_up)
         self.gossip.drop(given_up)
         return refused
 
-    def _hold(self, held: range, now: Seconds) -> list[Effect]:
-        before, setup = self.setup.now, self.setup.hold(held)
+    def _use_span(self, held: range, now: Seconds) -> list[Effect]:
+        before, setup = self.setup.now, self.setup.set_span(held)
         assert setup.routes is not None
-        self.donor.hold(setup.fragments)
-        self.route_planner.routes.hold(setup.routes)
+        self.donor.serve_only(setup.fragments)
+        self.route_planner.routes.set_stage(setup.routes)
         self.gossip.begin(now)
         if list(setup.fragments) != list(before.fragments):
             self.selection.roster.renew_soon(now)

@@ -93,7 +93,7 @@ def prove_kernels(device: str) -> tuple[OuterKernels, str]:
     Raises:
         UserError: If the device does not exist.
     """
-    return best_kernels(measure.choose(device, "auto", 1.0, 0.0).device, blockwise)
+    return best_kernels(measure.choose(device).device, blockwise)
 
 
 async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanRequest, ClaimedSpan]:
@@ -109,7 +109,7 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     _uploads(access.config, start.flags.peer)
     shared.stage("choosing which layers this peer holds")
     own, wanted = access.signer(start.own), start.flags.peer.memory
-    device = measure.choose(start.device, access.config.train.dtype, 1.0, 0.0)
+    device = measure.choose(start.device)
     try:
         kept = checkpoint.span(start.folder.path)
     except DamagedCheckpoint as error:
@@ -150,7 +150,7 @@ async def prepare(
         UserError: If the device, the data or the checkpoint cannot be used.
     """
     run, own, flags, folder = access.config, request.own, start.flags, start.folder
-    device = measure.choose(start.device, run.train.dtype, flags.peer.throttle, run.train.emulated_micro_batch_s)
+    device = measure.choose(start.device, flags.peer.throttle, run.train.emulated_micro_batch_s)
     device = replace(device, ranks=start.island or ALONE)
     sharded = device.ranks.sharded
     memory.choose_what_is_kept(run, claimed.span is None and not sharded, device.ranks.size if sharded else 1)
@@ -210,7 +210,7 @@ def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tu
         restored = False
     if island and not island.sharded:  # the other ranks get the weights of this rank
         island.assign(replace(assigned, micro_batch=compute.sequences))
-        island.hold(compute.span)
+        island.wrap(compute.span)
     return compute, restored
 
 

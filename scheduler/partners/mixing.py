@@ -1,4 +1,4 @@
-"""Choose how probable each gossip partner is in a plan of `decentral.plan`, so that weights mix fastest.
+"""Choose how probable each gossip partner is, in plans of `decentral.plan` only, so that weights mix fastest.
 
 Start at `partners`. A running peer draws its partners in peers/runtime/peer_selection.py instead. Weights mix when the
 replicas of a layer's holders approach their mean. Peer i is busy for seconds_ij = delay + bytes / bandwidth when it

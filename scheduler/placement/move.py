@@ -74,7 +74,7 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldSpan:
+class UseSpan:
     """Effect: serve stage executions for these fragments: the new span after a move, the old span if it failed."""
 
     fragments: range
@@ -85,7 +85,7 @@ class Drained:
     """Event: no stage execution is under way at this peer."""
 
 
-MoveEffect = Effect | HoldSpan
+MoveEffect = Effect | UseSpan
 
 
 class SpanView(Protocol):
@@ -390,7 +390,7 @@ class SpanMove:
             for index, peers in granted.items()
             for peer in peers
         ]
-        return [line, HoldSpan(self.held), *over]
+        return [line, UseSpan(self.held), *over]
 
     def _line(self, outcome: Outcome, reason: str, now: Seconds) -> Log:
         first, last = self.budget.needs.span(self.target.start, self.target.stop)

@@ -9,7 +9,7 @@
 **Figure of merit.** A plan is worth the number of tokens on which the swarm trains within HORIZON_S, including the time
 for moves. It is computed from the speeds, memories and links in the records (`tokens_ahead` in
 scheduler/throughput/span_search.py). The best plan is adopted if its worth exceeds the worth of staying by a margin
-(`adopts`), and dropped once it is worth no more than staying. An evaluation covers all known plans and may take
+(`is_cheaper`), and dropped once it is worth no more than staying. An evaluation covers all known plans and may take
 seconds, so the host runs it in a thread: effect EvaluatePlans, event PlansEvaluated.
 
 **Agreement.** Measurements are averages, so peers that evaluate at different moments may prefer different plans.
@@ -316,7 +316,7 @@ class SwarmPlans:
         is_better = operator.lt if follows else _is_better
         better = [(tokens, plan) for tokens, plan in plans if is_better(found.stay_tokens, tokens)]
         most = max((tokens for tokens, _ in better), default=0.0)
-        equal = [one for one in better if not adopts(1 / most, 1 / one[0]) and not adopts(1 / one[0], 1 / most)]
+        equal = [one for one in better if not is_cheaper(1 / most, 1 / one[0]) and not is_cheaper(1 / one[0], 1 / most)]
         if not equal:
             return []
         tokens, best = min(equal, key=lambda one: _order(one[1], evaluation.members))
@@ -396,9 +396,9 @@ def _order(plan: SwarmPlan, members: Mapping[PeerId, TrainingPeer]) -> tuple[int
 
 def _is_better(stay: float, proposed: float) -> bool:
     """Return whether `proposed` tokens exceed `stay` tokens by MARGIN and MEASUREMENT_NOISE, or `stay` is 0."""
-    return proposed > 0 and (stay <= 0 or adopts((1 - MEASUREMENT_NOISE) / stay, 1 / proposed))
+    return proposed > 0 and (stay <= 0 or is_cheaper((1 - MEASUREMENT_NOISE) / stay, 1 / proposed))
 
 
-def adopts(current: float, proposed: float) -> bool:
+def is_cheaper(current: float, proposed: float) -> bool:
     """Return whether the cost `proposed` is lower than the cost `current` by more than the share MARGIN."""
     return proposed < current * (1 - MARGIN)

@@ -11,7 +11,7 @@ path over the layers, because a peer's layers are consecutive. The other estimat
 its first layer and leave it after its last. They are what the links and memories of each layer's holders carry, and
 what the holders supply if they also divide their time equally among their layers. What a memory carries follows from
 the number of micro-batches of one sequence that fit in it. Each of them is kept until all later layers are computed, on
-an equal device, and the links between the later stages are passed (in_flight.py).
+an equal device, and the links between the later stages are passed (planned_in_flight.py).
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ import numpy as np
 from decentral.core.compiled import compiled, inner
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.scheduler.throughput import link_limits
-from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.planned_in_flight import JOBS_S, WAITING, Flights
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 STEPS = 20  # Dinkelbach's method ends after this many steps; it usually takes two or three

@@ -86,7 +86,7 @@ class LayerCosts:
         """Return how many micro-batches of one sequence must fit in memory beside layers [first, last).
 
         The result is 1 for the whole model, and LEAST_IN_FLIGHT for a part, as at the running peers. With so few, a
-        device often waits; in_flight.py computes the resulting throughput.
+        device often waits; planned_in_flight.py computes the resulting throughput.
         """
         return 1 if last - first >= self.layers else LEAST_IN_FLIGHT
 

@@ -20,9 +20,9 @@ from decentral.core.units import readable_number
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.throughput import (
     feasibility,
-    in_flight,
     layer_costs,
     max_flow,
+    planned_in_flight,
     routes,
     solvers,
     span_search,
@@ -125,7 +125,7 @@ def throughput_plan(
 def problem_of(topology: Topology, config: Config, holders: int, utilisation: float) -> FlowProblem:
     """Return the search problem of `throughput_plan`, with the same arguments; raise UserError as it does."""
     costs = layer_costs.of_model(topology, config, holders, utilisation)
-    return FlowProblem(costs, regions_of(topology), in_flight.Flights(topology.delay_s, config))
+    return FlowProblem(costs, regions_of(topology), planned_in_flight.Flights(topology.delay_s, config))
 
 
 def _partners(problem: FlowProblem, topology: Topology, chosen: Ints, budget: SearchBudget) -> mixing.Partners:
@@ -184,7 +184,7 @@ def _with_routes(
         throughput=plan.throughput | {"tokens_per_s": tokens_per_s, "estimated": tokens_per_s},
         routes=_routes(topology, sorted(carried.paths, key=lambda path: (-path[0], path[1]))),
         micro_batches=_micro_batches(topology, carried, spans),
-        accumulate=in_flight.accumulated(config, carried.pipeline.sequences),
+        accumulate=planned_in_flight.accumulated(config, carried.pipeline.sequences),
     )
 
 
@@ -277,7 +277,9 @@ def _no_gain(problem: FlowProblem, found: Ints, held: Ints, progress: SearchProg
     return problem.evaluate(found).value <= problem.evaluate(held, progress).value * (1 + STAY_MARGIN)
 
 
-def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
+def _micro_batches(
+    topology: Topology, carried: planned_in_flight.Carried, spans: Sequence[tuple[int, int]]
+) -> dict[str, int]:
     """Return the number of sequences in each peer's micro-batch: that of routes or, for a lone peer, what fits."""
     routed, pipeline = carried.routed, carried.pipeline
     return {
@@ -301,7 +303,7 @@ def _lost(flow: float, carried: float, exact: bool) -> str:
     return f" Routes carry {carried / flow:.1%} of the flow, as memory holds few micro-batches in flight{why}."
 
 
-def _routes(topology: Topology, paths: Sequence[in_flight.Path]) -> list[JsonObject]:
+def _routes(topology: Topology, paths: Sequence[planned_in_flight.Path]) -> list[JsonObject]:
     """Return the routes of a plan; their shares sum to 1."""
     total = sum(share for share, _ in paths)
     return [

@@ -1,10 +1,10 @@
 """Order peers into chains through which a micro-batch passes fastest. Start at `short_chains`.
 
 Where each peer holds a small part of the model, a route has many hops. Its throughput then depends less on the devices'
-speeds than on the time for which a micro-batch is on its way (in_flight.py), and so on the order of the peers. A chain
-is a way through the peers, as in the travelling salesman problem. The search begins with ways on which each peer is
-followed by the nearest peer that is left. Then it moves peers and reverses parts of a way as long as that makes it
-faster.
+speeds than on the time for which a micro-batch is on its way (planned_in_flight.py), and so on the order of the peers.
+A chain is a way through the peers, as in the travelling salesman problem. The search begins with ways on which each
+peer is followed by the nearest peer that is left. Then it moves peers and reverses parts of a way as long as that makes
+it faster.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 
 from decentral.scheduler.throughput import bound
-from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Pipeline
+from decentral.scheduler.throughput.planned_in_flight import JOBS_S, WAITING, Pipeline
 from decentral.scheduler.throughput.routes import Hop
 from decentral.scheduler.throughput.rows import Supplies
 from decentral.scheduler.topology.arrays import Ints
@@ -142,7 +142,7 @@ class _Ways:
         return []
 
     def seconds(self, order: Order) -> float:
-        """Return the seconds between two micro-batches on this way, as `in_flight.with_steps` has them."""
+        """Return the seconds between two micro-batches on this way, as `planned_in_flight.with_steps` has them."""
         hops = self.hops(order)
         if not hops:
             return np.inf

@@ -8,7 +8,7 @@ from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.core.near_names import listed
 from decentral.scheduler.spans import moves
-from decentral.scheduler.spans.solvers import SEARCHES
+from decentral.scheduler.spans.searches import SEARCHES
 from decentral.scheduler.spans.trials import Trials
 from decentral.scheduler.throughput import milp, span_search
 from decentral.scheduler.throughput.span_search import FlowProblem

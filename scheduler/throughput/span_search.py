@@ -22,16 +22,16 @@ import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.latest import keep_latest
-from decentral.scheduler.spans import moves, solvers
+from decentral.scheduler.spans import moves, searches
 from decentral.scheduler.spans.moves import grown
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.trials import SLIGHTLY
 from decentral.scheduler.throughput import bound, link_limits, max_flow, milp, peer_groups, routes, rows
 from decentral.scheduler.throughput.estimates import Estimates
-from decentral.scheduler.throughput.in_flight import Carried, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches, span_bytes
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.throughput.peer_kinds import access_limited
+from decentral.scheduler.throughput.planned_in_flight import Carried, Flights
 from decentral.scheduler.throughput.short_chains import short_chains
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
@@ -227,7 +227,7 @@ def search(
             (EXACT_NODES if the budget is in rounds), so that equal seeds give equal spans.
         rng: Source of all random choices.
         first: When replanning, spans_N2 that are an additional start; None: no additional start.
-        solver: A name in `solvers.SEARCHES`. With the default, the exact solver follows in a small swarm, and a large
+        solver: A name in `searches.SEARCHES`. With the default, the exact solver follows in a small swarm, and a large
             swarm is searched in groups of regions.
     """
     costs = problem.costs
@@ -237,7 +237,7 @@ def search(
             return _search_by_groups(problem, groups, budget, rng, first)
     timed = budget.seconds < np.inf
     small = solver == "genetic" and milp.options(costs) <= (SMALL_SWARM if timed else SMALL_IN_ROUNDS)
-    found = solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first)
+    found = searches.search(problem, solver, budget.part(0.5) if small else budget, rng, first)
     if small and found.value < problem.bound() * (1 - SLIGHTLY):
         progress = SearchProgress(budget.part(0.5), -found.value)
         nodes = milp.nodes_within(costs, progress.work_left_s()) if timed else EXACT_NODES

@@ -18,7 +18,9 @@ def test_what_it_prints_is_the_config_of_all_defaults(capsys: pytest.CaptureFixt
     text = printed(capsys)
     (tmp_path / "all.yaml").write_text(text)
     assert load(tmp_path / "all.yaml") == Config()
-    assert own_yaml.mapping(text, "all") == Config().model_dump(mode="json", by_alias=True)  # so no key is left out
+    every = Config().model_dump(mode="json", by_alias=True)
+    del every["model"]["weights"], every["data"]["tokenizer_digest"]  # the run's first peer fills these in
+    assert own_yaml.mapping(text, "all") == every
 
 
 def test_a_key_is_explained_with_its_meaning_unit_range_and_default(capsys: pytest.CaptureFixture[str]) -> None:

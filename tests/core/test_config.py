@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from decentral.core import config
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import Config, load, shipped_configs
+from decentral.core.config_keys import keys_of
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from tests.core.bounds import unbounded
@@ -176,6 +177,23 @@ def test_a_retired_key_is_taken_with_its_old_default_alone(section: str, key: st
     )
 
 
+def test_the_alpha_of_adapters_is_twice_their_rank() -> None:
+    adapted = load(None, ["model.lora={rank: 16, alpha: 32.0}"])
+    assert adapted == load(None, ["model.lora={rank: 16}"])
+    assert json.loads(adapted.canonical())["model"]["lora"]["alpha"] == 32.0
+    assert config.validated(json.loads(adapted.canonical())) == adapted
+    assert "alpha must be 32 (twice the rank) in this release, but is 16" in refusal("model.lora={rank: 16, alpha: 16}")
+
+
+@pytest.mark.parametrize(("context", "sequences"), [(16, 64), (128, 64), (256, 32), (4096, 8)])
+def test_an_evaluation_has_about_as_many_tokens_for_any_context(context: int, sequences: int) -> None:
+    assert load(None, [f"model.context={context}"]).eval_sequences == sequences
+
+
+def test_what_the_run_s_first_peer_fills_in_is_no_key_of_users() -> None:
+    assert not {"model.weights", "data.tokenizer_digest"} & {key.path for key in keys_of(config.Config)}
+
+
 def test_the_digest_changes_with_any_value() -> None:
     assert load(None, ["seed=1"]).digest() != load(None).digest()
 
@@ -286,12 +304,11 @@ def test_every_number_and_text_of_a_config_has_bounds() -> None:
         ("model.depth=3e9", "model.depth"),
         ("model.depth=3000000000", "model.depth"),
         ("swarm.max_peers=1000000000", "swarm.max_peers"),
-        ("train.eval_sequences=1000000", "train.eval_sequences times model.context"),
         ("train.micro_batch=1000000", "train.micro_batch times model.context"),
         ("model.context=1000000", "channels of a head is "),
         ("gossip.window_s=1e-9", "gossip.window_s"),
         ("swarm.checkpoint_every_s=1e-9", "swarm.checkpoint_every_s"),
-        ("train.clip_norm=.inf", "train.clip_norm"),
+        ("train.emulated_micro_batch_s=.inf", "train.emulated_micro_batch_s"),
         ("train.learning_rate=.nan", "train.learning_rate"),
     ],
 )
@@ -367,22 +384,12 @@ def test_what_holders_would_round_apart_is_not_for_exact_gradients(option: str) 
         (["model.from=[1]"], "model.from must be"),
         (["model.rope_scaling={kind: yarn, factor: 0.5}"], "model.rope_scaling.factor must be"),
         (["data.part=3/2"], "data.part expects k/n with k from 1 to n; it is 3/2"),
-        (
-            ["data.kind=tokens", "data.path=x", "model.vocabulary=65537"],
-            "data.token_bytes 2 allows at most 65536 tokens",
-        ),
         (["data.kind=huggingface"], "kind huggingface needs data.path, or the flag --data PATH"),
         (["data.kind=huggingface", "data.path=x"], "needs data.tokenizer, or the flag --tokenizer PATH"),
     ],
 )
 def test_what_a_family_or_data_have_not_is_refused(overrides: list[str], said: str) -> None:
     assert said in refusal(*overrides)
-
-
-def test_tokens_of_four_bytes_take_any_vocabulary_and_of_two_bytes_one_of_65536() -> None:
-    wide = ["data.kind=tokens", "data.path=x", "data.token_bytes=4", "model.vocabulary=128256"]
-    assert load(None, wide).model.vocabulary == 128256
-    assert load(None, ["data.kind=tokens", "data.path=x", "model.vocabulary=65536"]).data.token_bytes == 2
 
 
 def test_heads_may_have_more_channels_together_than_the_model_is_wide() -> None:

@@ -24,7 +24,7 @@ def positions(tmp_path: Path, count: int, held_out: float = 0.05) -> Corpus:
     """A corpus whose token at each position is that position."""
     path = tmp_path / "positions.bin"
     np.arange(count, dtype=np.uint32).tofile(path)
-    return load(config.DataConfig(kind="tokens", path=str(path), token_bytes=4, held_out=held_out), NUMBERS)
+    return load(config.DataConfig(kind="tokens", path=str(path), held_out=held_out), NUMBERS)
 
 
 def all_of(batch: tuple[torch.Tensor, torch.Tensor]) -> set[int]:
@@ -140,11 +140,11 @@ def test_the_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:
     assert bytes(corpus.tokens.astype(np.uint8)) == b"a" * 500 + b"\n" + b"a" * 500
 
 
-@pytest.mark.parametrize(("dtype", "token_bytes"), [(np.uint16, 2), (np.uint32, 4)])
-def test_tokens_are_mapped_and_not_read(tmp_path: Path, dtype: type[np.generic], token_bytes: int) -> None:
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_tokens_are_mapped_and_not_read(tmp_path: Path, dtype: type[np.generic]) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(1000).astype(dtype).tofile(path)
-    tokens = config.DataConfig.model_validate({"kind": "tokens", "path": str(path), "token_bytes": token_bytes})
+    tokens = config.DataConfig.model_validate({"kind": "tokens", "path": str(path)})
     corpus = load(tokens, NUMBERS)
     assert isinstance(corpus.tokens, np.memmap)
     inputs_BT, _ = corpus.micro_batch(rng.arrays(0), 4)
@@ -207,7 +207,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, token_bytes: i
     tokens = np.zeros(1000, dtype=np.uint16 if token_bytes == 2 else np.uint32)
     tokens[777] = 256
     tokens.tofile(tmp_path / "tokens.bin")
-    line = refusal(kind="tokens", path=str(tmp_path / "tokens.bin"), token_bytes=token_bytes)
+    line = refusal(kind="tokens", path=str(tmp_path / "tokens.bin"))
     assert "256" in line
 
 
@@ -217,10 +217,10 @@ def test_text_needs_a_vocabulary_of_all_bytes(tmp_path: Path) -> None:
     assert "vocabulary" in refusal(small, kind="text", path=str(tmp_path / "a.txt"))
 
 
-@pytest.mark.parametrize(("size", "token_bytes"), [(0, 2), (2001, 2), (4002, 4)])
-def test_a_tokens_file_of_an_odd_size_is_refused(tmp_path: Path, size: int, token_bytes: int) -> None:
+@pytest.mark.parametrize("size", [0, 2001])
+def test_a_tokens_file_of_an_odd_size_is_refused(tmp_path: Path, size: int) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(size))
-    assert "tokens.bin" in refusal(kind="tokens", path=str(tmp_path / "tokens.bin"), token_bytes=token_bytes)
+    assert "tokens.bin" in refusal(kind="tokens", path=str(tmp_path / "tokens.bin"))
 
 
 def test_a_folder_is_no_tokens_file(tmp_path: Path) -> None:

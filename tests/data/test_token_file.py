@@ -26,8 +26,8 @@ def word_tokenizer(folder: Path, words: list[str]) -> Path:
     return folder
 
 
-def run_on(path: Path, tokenizer: Path | None = None, token_bytes: int = 2) -> config.Config:
-    tree = {"kind": "tokens", "path": str(path), "token_bytes": token_bytes, "tokenizer": tokenizer and str(tokenizer)}
+def run_on(path: Path, tokenizer: Path | None = None) -> config.Config:
+    tree = {"kind": "tokens", "path": str(path), "tokenizer": tokenizer and str(tokenizer)}
     return config.Config(model=MODEL, data=config.DataConfig.model_validate(tree))
 
 
@@ -95,17 +95,14 @@ def test_a_user_who_names_another_tokenizer_than_the_file_is_told(tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_a_described_file_is_read_in_its_own_width(tmp_path: Path, ours: Path, dtype: type[np.generic]) -> None:
-    run = run_on(tokens_in(tmp_path / "a.bin", ours, dtype), token_bytes=6 - np.dtype(dtype).itemsize)
+    run = run_on(tokens_in(tmp_path / "a.bin", ours, dtype))
     assert corpora.corpus(run.data, MODEL).tokens.tolist() == NUMBERS.tolist()
 
 
-def test_four_bytes_a_token_are_not_read_as_two(tmp_path: Path) -> None:
-    run = run_on(tokens_in(tmp_path / "a.bin", dtype=np.uint32))
-    with pytest.raises(
-        UserError,
-        match=r"looks like 4 bytes a token \(every second 16-bit word is at most \d+\); set data\.token_bytes=4",
-    ):
-        corpora.corpus(run.data, MODEL)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_a_file_without_a_description_shows_its_width(tmp_path: Path, dtype: type[np.generic]) -> None:
+    run = run_on(tokens_in(tmp_path / "a.bin", dtype=dtype))
+    assert corpora.corpus(run.data, MODEL).tokens.tolist() == NUMBERS.tolist()
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
@@ -173,3 +170,16 @@ def test_a_description_of_another_file_is_named(tmp_path: Path, ours: Path) -> N
         match=r"expects 4000 tokens of 2 bytes, but .*a\.bin has 7998 bytes; run python -m decentral\.tokenize",
     ):
         corpora.corpus(run_on(path).data, MODEL)
+
+
+# A run of another user's, which names no file
+
+
+@pytest.mark.parametrize("kind", ["tokens", "text", "huggingface"])
+def test_data_without_a_path_are_refused_in_a_line(kind: str, ours: Path) -> None:
+    data = config.DataConfig.model_validate({"kind": kind, "tokenizer": str(ours)})
+    with pytest.raises(UserError, match=f"data.kind {kind} needs data.path, or the flag --data PATH"):
+        corpora.load(data, MODEL).evaluation(1)
+    if kind == "tokens":
+        with pytest.raises(UserError, match=r"needs data\.path"):
+            run_inputs.sealed(config.Config(model=MODEL, data=data))

@@ -12,13 +12,13 @@ def test_a_kind_that_this_machine_lacks_is_one_line(kind: str, name: str) -> Non
     if accelerator.count(torch.device(kind)):
         pytest.skip(f"this machine has {name}")
     with pytest.raises(UserError, match=f"^--device {kind}: this machine has no {name} device; use --device cpu$"):
-        measure.choose(kind, "auto", 1.0, 0.0)
+        measure.choose(kind)
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "meta", "cuda:x", "tpu:0"])
 def test_other_names_are_refused_with_those_that_there_are(wanted: str) -> None:
     with pytest.raises(UserError, match="expects auto, cpu, cuda, xpu or mps"):
-        measure.choose(wanted, "auto", 1.0, 0.0)
+        measure.choose(wanted)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
@@ -41,7 +41,14 @@ def test_a_device_that_cannot_multiply_bfloat16_trains_in_float32(monkeypatch: p
     monkeypatch.setattr(torch, "ones", refuse)
     assert accelerator.training_dtype(torch.device("xpu")) == torch.float32
     assert accelerator.training_dtype(torch.device("cpu")) == torch.float32
-    assert accelerator.training_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_a_gpu_without_units_for_bfloat16_trains_in_float32(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert accelerator.training_dtype(torch.device("cuda")) == dtype
 
 
 def test_a_device_whose_compiler_is_missing_trains_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

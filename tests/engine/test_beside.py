@@ -54,7 +54,7 @@ class Peer:
         self.live = Live(Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
         self.live.theta.copy_(whole_numbers(0))
         self.gossip = FragmentGossip(gossip, PeerId(name), RuleTools(Exact(), TorchKernels(Exact())))
-        self.gossip.hold([self.live])
+        self.gossip.set_lives([self.live])
         self.gossip.begin(newcomer=False)
         believe_all(self.gossip.of(0).rule)
         self.trained = torch.zeros(SIZE)

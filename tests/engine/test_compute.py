@@ -628,7 +628,7 @@ def test_the_thread_does_not_train_before_it_is_told_to_start(setup_of: MakeSetu
 
 
 def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
-    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True)]
+    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, blocking=True)]
     assert outcomes(Compute(setup_of(algorithm="allreduce")), hold) == ["Started", "WindowClosed"]
     merged = outcomes(Compute(setup_of(algorithm="allreduce")), [*hold, jobs.Merge(0, 1, ())], steps=1)
     assert merged == ["Started", "WindowClosed", "Merged", "Stepped"]
@@ -676,7 +676,11 @@ def test_what_a_throttled_peer_computes_counts_no_more_than_the_time_that_has_pa
 
 def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:
     """A merge that came after a step would put its mean in the place of what the step trained."""
-    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True), jobs.CloseWindow(1, 1, hold=True)]
+    hold: list[jobs.Job] = [
+        jobs.Start(False),
+        jobs.CloseWindow(0, 1, blocking=True),
+        jobs.CloseWindow(1, 1, blocking=True),
+    ]
     setup = setup_of(algorithm="allreduce")
     compute = Compute(setup)
     for job in [*hold, jobs.Merge(1, 1, ())]:

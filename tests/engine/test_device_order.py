@@ -36,13 +36,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_step_waits_for_its_batch_and_its_report_for_the_step(device: StandIn) -> None:
     chain, inner = trained()
-    queued = queue_step(chain, batch, inner, 0, RUN.train, Device(DEVICE, torch.float32))
+    queued = queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
     assert queued.report().loss > 0
 
 
 def test_a_report_that_does_not_wait_is_found(device: StandIn) -> None:
     chain, inner = trained()
-    queued = queue_step(chain, batch, inner, 0, RUN.train, Device(DEVICE, torch.float32))
+    queued = queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
     with pytest.raises(OutOfOrder):
         float(queued.figures[0])
 
@@ -52,14 +52,14 @@ def test_a_snapshot_is_whole_though_training_goes_on(device: StandIn) -> None:
     live, into = inner.lives[0], torch.empty(inner.lives[0].theta.numel())
     before = live.theta.clone()
     arrive = copy_out(live, into)
-    queue_step(chain, batch, inner, 0, RUN.train, Device(DEVICE, torch.float32))
+    queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
     arrive()
     assert into.sum().item() == before.to("cpu").sum().item()
 
 
 def test_a_copy_on_another_stream_that_waits_for_no_step_is_found(device: StandIn) -> None:
     chain, inner = trained()
-    queue_step(chain, batch, inner, 0, RUN.train, Device(DEVICE, torch.float32))
+    queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
     into = torch.empty(inner.lives[0].theta.numel())
     with device.stream(device.Stream(DEVICE)), pytest.raises(OutOfOrder, match="may still be writing"):
         into.copy_(inner.lives[0].theta, non_blocking=True)
@@ -67,7 +67,7 @@ def test_a_copy_on_another_stream_that_waits_for_no_step_is_found(device: StandI
 
 def test_a_snapshot_that_is_read_before_it_arrives_is_found(device: StandIn) -> None:
     chain, inner = trained()
-    queue_step(chain, batch, inner, 0, RUN.train, Device(DEVICE, torch.float32))
+    queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
     into = torch.empty(inner.lives[0].theta.numel())
     into.copy_(inner.lives[0].theta, non_blocking=True)
     with pytest.raises(OutOfOrder, match="may still be writing"):
@@ -89,7 +89,7 @@ def test_a_correction_has_arrived_before_training_adds_it(device: StandIn) -> No
     correction = copy_in(torch.ones(inner.lives[0].theta.numel()), DEVICE)
     assert correction.device == DEVICE
     inner.lives[0].add(correction)
-    assert queue_step(chain, batch, inner, 0, RUN.train, Device(DEVICE, torch.float32)).report().loss > 0
+    assert queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32)).report().loss > 0
 
 
 def test_a_correction_whose_memory_is_not_kept_for_training_is_found(

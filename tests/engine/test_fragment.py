@@ -1,6 +1,6 @@
 """The inner optimizer: torch's AdamW, on one flat vector per fragment."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.engine import inner as inner_module
 from decentral.engine.fragment import Live, fragments
-from decentral.engine.inner import Inner, rate_at
-from decentral.engine.optimizers import BETA1, BETA2
+from decentral.engine.inner import CLIP_NORM, Inner, rate_at
+from decentral.engine.optimizers import BETA1, BETA2, WEIGHT_DECAY
 from decentral.engine.step import Chain, Device, train_step
 from decentral.model import decoder
 
 MODEL = config.ModelConfig(depth=1, width=32, context=16)
-TRAIN = config.TrainConfig(optimizer="adamw", learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+TRAIN = config.TrainConfig(optimizer="adamw", learning_rate=1e-2, warmup_steps=2)
 CPU = Device(torch.device("cpu"), torch.float32)
 
 
@@ -55,16 +55,16 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
     ours, theirs = decoder.build(MODEL, 0), nn.Sequential(*decoder.build(MODEL, 0))
     inner = flat(ours)
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": TRAIN.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(BETA1, BETA2), eps=1e-8)
     for step in range(8):
-        train_step(Chain(ours), lambda step=step: batch(step), inner, step, TRAIN, CPU)  # type: ignore[misc]
+        train_step(Chain(ours), [batch(step)], inner, step, TRAIN, CPU)
         adamw.zero_grad()
         inputs_BT, targets_BT = batch(step)
         decoder.loss_of(theirs(inputs_BT), targets_BT).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(theirs.parameters(), TRAIN.clip_norm)
+        nn.utils.clip_grad_norm_(theirs.parameters(), CLIP_NORM)
         for group in adamw.param_groups:
             group["lr"] = rate_at(TRAIN, step, step)
         adamw.step()
@@ -83,7 +83,7 @@ def test_a_large_model_steps_fragment_by_fragment_to_the_same_bits_and_keeps_no_
         inner = flat(layers, train)
         assert inner.at_once == (limit > 0)
         for step in range(3):
-            train_step(Chain(layers), lambda step=step: batch(step), inner, step, train, CPU)  # type: ignore[misc]
+            train_step(Chain(layers), [batch(step)], inner, step, train, CPU)
         assert all(one.grad is None for layer in layers for one in layer.parameters())
     for one, other in zip(nn.Sequential(*at_once).parameters(), nn.Sequential(*in_turn).parameters(), strict=True):
         assert torch.equal(one, other)
@@ -123,7 +123,7 @@ def test_the_whole_gradient_is_clipped_to_its_norm() -> None:
     before = float(inner.clip())
     after = float(torch.linalg.vector_norm(torch.cat([live.grad for live in inner.lives])))
     assert before == pytest.approx(3.0 * whole(inner).numel() ** 0.5, rel=1e-5)
-    assert after == pytest.approx(TRAIN.clip_norm, rel=1e-4)
+    assert after == pytest.approx(CLIP_NORM, rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -144,7 +144,7 @@ def test_a_step_has_the_same_bits_whether_gradients_are_collected_or_not(seed: i
                 else:
                     parameter.grad = gradient
         norm = inner.clip()
-        inner.step(1e-2, 1)
+        inner.step_all(1e-2, 1)
         ends.append(torch.cat([norm[None], whole(inner)]))
     assert torch.equal(*ends)
 
@@ -162,10 +162,10 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(bad: floa
     inner, forward = flat(layers), Chain(layers)
     before = whole(inner).clone()
     spoilt = Chain([*layers, Times(bad)])
-    report = train_step(spoilt, lambda: batch(0), inner, 0, TRAIN, CPU)
+    report = train_step(spoilt, [batch(0)], inner, 0, TRAIN, CPU)
     assert torch.equal(whole(inner), before)
     assert (report.micro_batches, report.tokens) == (0, 0), "what is counted is in the weights"
-    train_step(forward, lambda: batch(0), inner, 0, TRAIN, CPU)
+    train_step(forward, [batch(0)], inner, 0, TRAIN, CPU)
     assert bool(torch.isfinite(whole(inner)).all())
     assert not torch.equal(whole(inner), before)
 
@@ -176,9 +176,8 @@ def test_micro_batches_that_accumulate_make_one_step_of_their_mean() -> None:
     parts = [batch(0), batch(1)]
     joined = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     ours, theirs = flat(one, twice), flat(other)
-    source: Iterator[tuple[Tensor, Tensor]] = iter(parts)
-    report = train_step(Chain(one), lambda: next(source), ours, 5, twice, CPU)
-    train_step(Chain(other), lambda: joined, theirs, 5, TRAIN, CPU)
+    report = train_step(Chain(one), parts, ours, 5, twice, CPU)
+    train_step(Chain(other), [joined], theirs, 5, TRAIN, CPU)
     assert (report.micro_batches, report.tokens) == (2, 128)
     for our, their in zip(ours.lives, theirs.lives, strict=True):
         assert torch.allclose(our.state.exp_avg, their.state.exp_avg, atol=1e-6)

@@ -124,7 +124,7 @@ class SlowLayers:
 @pytest.mark.parametrize(("pass_s", "passes"), [(0.01, 3), (0.3, 2), (2.0, 1)])
 def test_a_long_pass_is_not_measured_three_times(monkeypatch: pytest.MonkeyPatch, pass_s: float, passes: int) -> None:
     clock, model = [0.0], config.ModelConfig(depth=1, context=4)
-    device, layers = measure.choose("cpu", "float32", 1.0, 0.0), SlowLayers(clock, pass_s)
+    device, layers = measure.choose("cpu"), SlowLayers(clock, pass_s)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(measure, "_flops", lambda device: 1.0)
     found = measure.measure(layers, model, device, micro_batch=1)

@@ -34,7 +34,7 @@ Settings = dict[str, object]
 def compute_of(
     folder: Path, train: Settings | None = None, algorithm: str = "pull", peer: str = "A", ranks: Ranks = ALONE
 ) -> Compute:
-    settings = {"learning_rate": 1e-2, "warmup_steps": 2, "micro_batch": 4, "eval_sequences": 8, **(train or {})}
+    settings = {"learning_rate": 1e-2, "warmup_steps": 2, "micro_batch": 4, **(train or {})}
     run = config.Config(
         model=config.ModelConfig(depth=1, width=32, context=16),
         data=config.DataConfig(kind="text", path=str(folder / "words.txt")),
@@ -114,7 +114,7 @@ def lead(island: Island, folder: Path, settings: Settings, script: list[Callable
     compute = compute_of(folder, ranks=island, **settings)  # type: ignore[arg-type]
     run, peer = compute.setup.config, compute.setup.peer
     island.assign(Assignment(run, peer, compute.sequences))
-    island.hold(compute.span)
+    island.wrap(compute.span)
     for act in script:
         act(compute)
     island.close()

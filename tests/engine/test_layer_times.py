@@ -15,7 +15,7 @@ from decentral.engine.layer_times import LayerTrial, layer_costs
 from decentral.model import decoder
 
 RUN = Config(model=ModelConfig(depth=2, width=32, vocabulary=64, context=8))
-CPU = measure.choose("cpu", "float32", 1.0, 0.0)
+CPU = measure.choose("cpu")
 
 
 def trial(run: Config = RUN) -> LayerTrial:

@@ -47,7 +47,7 @@ def compute_of(
     folder: Path, train: Settings, split: Split = Split.PARTS, peer: str = "A", ranks: Ranks = ALONE
 ) -> Compute:
     heads, width = (4, 32) if split is Split.TENSOR else (1, 34)  # four ranks cannot divide 34 equally
-    settings = {"learning_rate": 1e-2, "warmup_steps": 2, "micro_batch": 2, "eval_sequences": 8, **train}
+    settings = {"learning_rate": 1e-2, "warmup_steps": 2, "micro_batch": 2, **train}
     run = config.Config(
         model=config.ModelConfig(depth=1, width=width, heads=heads, context=16),
         data=config.DataConfig(kind="text", path=str(folder / "words.txt")),
@@ -301,7 +301,7 @@ def test_ranks_without_the_folder_of_the_initial_weights_await_those_of_other_pe
     tools = RuleTools(blockwise, TorchKernels(blockwise))
     span = Span(run, PeerId("A"), tools, Device(CPU, torch.float32, ranks=ranks))
     assert not sharded.draws(model)
-    span.hold(0, span.model_layers)
+    span.build_layers(0, span.model_layers)
     with pytest.raises(StartWeightsError, match="give --model-from DIR"):
         span.draw()
     span.given(range(len(span.cuts)))

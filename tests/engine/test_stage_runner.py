@@ -24,6 +24,8 @@ from tests.comm.pipeline.route_world import World
 from tests.journal_lines import audited
 
 MakeSetup = Callable[..., ComputeSetup]
+
+pytestmark = pytest.mark.usefixtures("unclipped")
 SPANS = {"A": (0, 3), "B": (1, 4), "C": (2, 5)}  # of embedding, three blocks, head
 
 
@@ -37,7 +39,7 @@ def with_span(setup: ComputeSetup, span: tuple[int, int] | None, wire: str = "fp
     changed = {
         "model": run.model.model_copy(update={"depth": 3}),
         "routes": config.RoutesConfig.model_validate({"wire": wire}),
-        "train": run.train.model_copy(update={"clip_norm": 1e9, **train}),
+        "train": run.train.model_copy(update=train),
     }
     return dataclasses.replace(setup, config=run.model_copy(update=changed), span=span)
 
@@ -132,7 +134,7 @@ def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: 
     parts = {name: Compute(with_span(setup_of(name), span, optimizer=optimizer)) for name, span in spans.items()}
     world = world_of(parts, per_step=1)
     origin = world.peers[PeerId("A")].routes
-    origin.load.hold(dataclasses.replace(origin.stage, capacity=1))
+    origin.load.set_stage(dataclasses.replace(origin.stage, capacity=1))
     origin.window.size = 1
     carried(world, 60)
     whole = Compute(with_span(setup_of("A"), None, optimizer=optimizer))

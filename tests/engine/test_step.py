@@ -71,14 +71,16 @@ def test_a_step_reports_the_time_since_the_last_one_once() -> None:
     counters = Counters(time=TimeAccount(clock))
     clock.passes(1.5)
     counters.time.spent_on("training")
-    assert counters.stepped(64, 2.0, 1, beside_s=0.5) == Stepped(1, 1, 64, 2.0, TimeSpent(training=1.5, beside=0.5), 1)
-    assert counters.stepped(64, 1.0, 1) == Stepped(2, 2, 64, 1.0, NO_TIME, 1)
+    assert counters.count_steps(64, 2.0, 1, beside_s=0.5) == Stepped(
+        1, 1, 64, 2.0, TimeSpent(training=1.5, beside=0.5), 1
+    )
+    assert counters.count_steps(64, 1.0, 1) == Stepped(2, 2, 64, 1.0, NO_TIME, 1)
     assert counters.tokens == 128
 
 
 def test_many_steps_count_as_many() -> None:
     counters = Counters(own_steps=3, lr_step=40, time=TimeAccount(Clock()))
-    assert counters.stepped(640, 1.0, 10, steps=10) == Stepped(13, 50, 640, 1.0, NO_TIME, 10)
+    assert counters.count_steps(640, 1.0, 10, steps=10) == Stepped(13, 50, 640, 1.0, NO_TIME, 10)
 
 
 def test_the_learning_rate_step_follows_the_swarm_and_never_goes_back() -> None:

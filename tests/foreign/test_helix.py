@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 
 from benchmarks.foreign import helix
 from decentral.scheduler.spans.moves import filled, in_a_row
-from decentral.scheduler.spans.solvers import SEARCHES, search
+from decentral.scheduler.spans.searches import SEARCHES, search
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 

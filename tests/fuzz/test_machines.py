@@ -51,7 +51,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "peers.runtime.handlers.Handlers": ("handle", "allreduce", ()),
     "peers.runtime.node.Node": ("handle", "spans", ()),
     "peers.runtime.progress.TrainingProgress": ("handle", "pull", ()),
-    "peers.runtime.step_clock.StepClock": ("follow", "pull", ()),
+    "peers.runtime.progress.StepClock": ("follow", "pull", ()),
     "scheduler.placement.cold_copies.ColdCopies": ("review", "spans", (messages.StateRequest,)),
     "scheduler.placement.recover.LayerRecovery": ("span_to_take", "spans", (messages.LeaseRequest,)),
     "scheduler.placement.move.GrantedLeases": ("grant", "spans", (messages.LeaseRequest,)),

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip.kernel_choice import best_kernels
-from decentral.comm.gossip.kernel_proof import prove
+from decentral.comm.gossip.kernel_choice import best_kernels, prove
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
 from decentral.core import jobs

@@ -10,7 +10,7 @@ import torch
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.cuda_source import SOURCE
-from decentral.comm.gossip.kernel_proof import Disagreement, prove
+from decentral.comm.gossip.kernel_choice import Disagreement, prove
 from decentral.comm.gossip.outer_kernels import OuterVectors, TorchKernels, Weighted
 from decentral.core.errors import ProtocolError
 from tests.gpu_source.emulator import Emulated

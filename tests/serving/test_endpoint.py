@@ -24,10 +24,10 @@ from decentral.engine import measure
 from decentral.engine.step import Device
 from decentral.model import decoder
 from decentral.serving import chat_template, decoding, endpoint
+from decentral.serving.endpoint import Turns
 from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import MOST_BODY_BYTES, ApiError, TextRequest, parsed
 from decentral.serving.served_model import ServedModel
-from decentral.serving.turns import Turns
 from decentral.view.page.server import Updates, application
 from decentral.view.page.swarm_view import SwarmView
 from tests.data.few_words import few_words

@@ -21,8 +21,8 @@ from decentral.peers.runtime.progress import Stop
 from decentral.sim import faults, sweep
 from decentral.sim.faults import HOP_LIES
 from decentral.sim.host import Pace, VirtualHost
+from decentral.sim.liars import HOP_LOSS, falsify_gradient
 from decentral.sim.network.geography import TypicalLink
-from decentral.sim.route_liars import HOP_LOSS, falsify_gradient
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
 

@@ -20,8 +20,7 @@ from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, Workload
 from decentral.view.canvas import colours, link_text, seconds_text, speed_text
-from decentral.view.plan_picture import StageGrid, draw_plan, gossip_of, hops_of, span_rows
-from decentral.view.solver_picture import draw_comparison
+from decentral.view.plan_picture import StageGrid, draw_comparison, draw_plan, gossip_of, hops_of, span_rows
 from decentral.view.swarm_map import MOST_PLACES, SwarmMap, matrix_of
 
 FOUR = {

@@ -25,7 +25,7 @@ class Card:
     name: str
     memory_bytes: float
     flops: float  # dense FLOP/s of bf16 or fp16 products with sums in fp32
-    bf16: bool  # whether the card has units for bf16, which `train.dtype: auto` uses
+    bf16: bool  # whether the card has units for bf16, which peers then use
 
 
 class _Row(BaseModel):

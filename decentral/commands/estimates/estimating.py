@@ -164,5 +164,5 @@ def notes_on_cards(groups: Sequence[PeerGroup]) -> list[str]:
         notes.append(f"cards count with {share}")
     slow = [device for device in named if not card(device).bf16]
     if slow:
-        notes.append(f"{slow[0]} has no bf16 units, so it may be far slower than its peak; try train.dtype=float32")
+        notes.append(f"{slow[0]} has no bf16 units, so it computes in float32, far below its peak")
     return notes

@@ -130,10 +130,10 @@ def _timed(run: Config, timed_s: float) -> float:
     Processor time is measured, divided by the number of threads, so that other running programs do not count.
     """
     train, threads = run.train, torch.get_num_threads()
-    device = choose("cpu", train.dtype, 1.0, 0.0)
+    device = choose("cpu")
     tools = RuleTools(blockwise, TorchKernels(blockwise), optimizer=train.optimizer)
     span = Span(run, PeerId("A"), tools, device)
-    span.hold(0, run.model.depth + 2)
+    span.build_layers(0, run.model.depth + 2)
     numbers = torch.Generator().manual_seed(0)
     shape = (int(train.micro_batch), run.model.context)
 
@@ -146,6 +146,7 @@ def _timed(run: Config, timed_s: float) -> float:
         sum(took_s[WARM_STEPS:]) < timed_s and len(took_s) < WARM_STEPS + MOST_STEPS
     ):
         began = time.process_time()
-        train_step(span.forward, fetch, span.inner, len(took_s), train, device)
+        batches = [fetch() for _ in range(train.accumulate)]
+        train_step(span.forward, batches, span.inner, len(took_s), train, device)
         took_s.append((time.process_time() - began) / threads)
     return max(train.accumulate * train.emulated_micro_batch_s, median(took_s[WARM_STEPS:]))

@@ -1,7 +1,7 @@
 """Predict what gossip sends: the length and code of windows, and bytes/s between each two peers. Start at `traffic`.
 
 It is the steady state of `gossip.algorithm: pull`, after `gossip.start_steps`. Each peer's window follows from its
-uplink and its processor by the rules of running peers (peers/runtime/peer_selection.py), with the same constants. A
+uplink and its processor by the rules of running peers (peers/runtime/window_lengths.py), with the same constants. A
 partner's answer is as large as its encoded window; one of them also has slices of slow weights.
 """
 
@@ -19,7 +19,8 @@ from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
 from decentral.peers.membership.prober import LONG_PROBE_BYTES, LONG_PROBE_S, PROBE_BYTES, longest_pause_s
-from decentral.peers.runtime.peer_selection import THIN_PARTNERS, WEIGHT_FLOOR, common_need_s, most_windows
+from decentral.peers.runtime.peer_selection import WEIGHT_FLOOR
+from decentral.peers.runtime.window_lengths import THIN_PARTNERS, common_need_s, most_windows
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.topology import Topology, sites_of
 

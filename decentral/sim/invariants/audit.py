@@ -102,7 +102,7 @@ class InvariantAudit:
                 forged = any(self.evidence.has_forged(one.peer, one.blob) for one in contributions if one.peer in used)
                 self.convergence.corrected(host, fragment, forged)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
-                self.routes.stepped(host)
+                self.routes.check_applied(host)
             case jobs.KeepCopy(fragment), jobs.CopyKept(reason=""):
                 self.routes.copied(host, fragment)
             case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):

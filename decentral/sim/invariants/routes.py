@@ -81,7 +81,7 @@ class RouteAudit:
     _there: frozenset[tuple[PeerId, int]] = frozenset()  # each training peer, with its number of starts
     _changed_at: Seconds = 0.0  # when `_there` last changed
 
-    def stepped(self, host: VirtualHost) -> None:
+    def check_applied(self, host: VirtualHost) -> None:
         """Check the rules "counted" and "told" for a sum of gradients that a peer has applied to its weights."""
         training = host.training
         if not isinstance(training, SurrogateWorkload):

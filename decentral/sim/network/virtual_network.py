@@ -228,7 +228,7 @@ class Network:
         source.asked[question] = None
         question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
         if _is_upload_probe(question):
-            source.uplink.hold(lambda: self._probe(question))
+            source.uplink.pause(lambda: self._probe(question))
         else:
             self._connect(question, CONNECT_RETRY_S)
 
@@ -351,7 +351,7 @@ class Network:
         question.end()
         question.stop_transfer(self.links)
         if question.alone:
-            question.source.uplink.let_go()
+            question.source.uplink.resume()
         port = self.ports.get(question.target)
         if port is not None and question.writing is not None and self._reaches(question.source.peer, question.target):
             self._close(question, port)

@@ -95,27 +95,27 @@ class VirtualUplink:
         self.release()
         return message
 
-    def hold(self, begin: Callable[[], bool]) -> None:
-        """Call `begin` once the pieces that have left are sent; if it returns True, stop the uplink until `let_go`."""
+    def pause(self, begin: Callable[[], bool]) -> None:
+        """Call `begin` once the pieces that have left are sent; if it returns True, stop the uplink until `resume`."""
         self.catch_up()
         if self.queue.free_at > self.agenda.now:
             waits = self._timer is not None
-            self.agenda.at(self.queue.free_at, lambda: self._hold(begin, waits))
+            self.agenda.at(self.queue.free_at, lambda: self._pause(begin, waits))
         else:
-            self._hold(begin, False)
+            self._pause(begin, False)
 
-    def _hold(self, begin: Callable[[], bool], yields: bool) -> None:
+    def _pause(self, begin: Callable[[], bool], yields: bool) -> None:
         """Stop the uplink now. `yields`: first send a piece that is due now, because it has waited longer."""
         self.catch_up()
         if yields:
             self.release()
         if begin():
-            self.queue.hold(self.agenda.now)
+            self.queue.pause(self.agenda.now)
 
-    def let_go(self) -> None:
-        """End the stop that `hold` has begun, so that queued messages leave again."""
+    def resume(self) -> None:
+        """End the stop that `pause` has begun, so that queued messages leave again."""
         self.catch_up()
-        self.queue.let_go()
+        self.queue.resume()
         self.release()
 
     def catch_up(self) -> None:

@@ -118,7 +118,7 @@ class ProgressView:
         """Reset the speed, because the peer has restarted."""
         self.tokens_per_s = 0.0
 
-    def stepped(self, line: StepLine, since_s: Seconds) -> None:
+    def add_steps(self, line: StepLine, since_s: Seconds) -> None:
         """Update speed and loss from a journal line about steps, written `since_s` seconds after the previous line."""
         took = max(1e-3, since_s if self.tokens_per_s else line.seconds)
         share = min(1.0, took / SPEED_S) if self.tokens_per_s else 1.0
@@ -208,7 +208,7 @@ class PeerView:
                 self.become("joining", t)
                 self.progress.started()
             case StepLine():
-                self._stepped(t, event)
+                self._read_steps(t, event)
             case CheckpointLine():
                 self.progress.checkpointed(t)
         if isinstance(event, PeerFacts):
@@ -224,12 +224,12 @@ class PeerView:
         """Record that another peer failed to reach this peer at time `t`."""
         self.doubted, self.why = max(t, self.doubted), plain_text(why)
 
-    def _stepped(self, t: Seconds, line: StepLine) -> None:
+    def _read_steps(self, t: Seconds, line: StepLine) -> None:
         if self.state != "training":
             self.become("training", t)
         elif self.heard:
             self.gap_s = max(t - self.heard, 0.9 * self.gap_s)
-        self.progress.stepped(line, t - self.heard)
+        self.progress.add_steps(line, t - self.heard)
 
     def recorded(self, t: Seconds, record: PeerRecord) -> None:
         """Update from the peer's DHT record, except the held-out loss and the values from the peer's own journal."""

@@ -22,7 +22,6 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.times import duration
 from decentral.core.units import Seconds
-from decentral.view.page.events import EventLog
 from decentral.view.page.goal import amount_of, goal_json, towards_time
 from decentral.view.page.leaders import LEADER_ROW, Leaders
 from decentral.view.page.link_view import LINK_ROW, LinkTable
@@ -39,6 +38,32 @@ UNWRITTEN_S = 30.0  # a peer counts as silent after this time without a journal 
 SILENT_GAPS = 4  # a peer counts as silent only after a pause this many times as long as its longest recent pause
 MISSED_S = 3.0  # a peer that another peer cannot reach counts as silent after this time without a journal line
 PLAN_CHARS = 1000
+EVENTS_SHOWN = 300
+EVENTS_AT_ONCE = 100  # an update of the page has at most this many events; older ones are left out
+
+
+@dataclass(slots=True)
+class EventLog:
+    """Store of the latest events. A row is [number of the event, Unix time, number of the peer, level, text]."""
+
+    rows: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
+    count: int = 0
+    _settled: int = 0
+
+    def add(self, t: Seconds, peer: int, level: str, words: str) -> None:
+        """Add an event, unless the last row has the same peer, level and words."""
+        if self.rows and self.rows[-1][2:] == [peer, level, words]:
+            return
+        self.count += 1
+        self.rows.append([self.count, round(t, 1), peer, level, words])
+
+    def changed(self) -> list[list[Any]]:
+        """Return the rows that were added since the last call of `settle`, but only the latest EVENTS_AT_ONCE rows."""
+        return [row for row in self.rows if row[0] > self._settled][-EVENTS_AT_ONCE:]
+
+    def settle(self) -> None:
+        """Mark all rows as sent, so that `changed` does not return them again."""
+        self._settled = self.count
 
 
 @dataclass(slots=True)

@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks import outer_step
 from decentral.comm.codecs import blockwise, compiled_blocks, compiled_sparse
 from decentral.comm.gossip.influence import token_weights
-from decentral.comm.gossip.kernel_choice import best_kernels, first_proven
-from decentral.comm.gossip.kernel_proof import Disagreement, Formulas, prove
+from decentral.comm.gossip.kernel_choice import Disagreement, Formulas, best_kernels, first_proven, prove
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, OuterKernels, OuterVectors, TorchKernels, Weighted
 from decentral.core.errors import ProtocolError

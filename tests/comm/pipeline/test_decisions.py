@@ -105,7 +105,7 @@ def test_an_origin_peer_is_asked_and_given_up_the_sooner_the_sooner_it_usually_d
     took_s: float, usual_s: float | None, asked_after_s: float, answers_within_s: float
 ) -> None:
     commits = CommitProtocol(RunId("run"), PeerId("S"))
-    commits.hold(execution_of(A, 1), 0.0, took_s, usual_s)
+    commits.ask_later(execution_of(A, 1), 0.0, took_s, usual_s)
     assert commits.wake_at == asked_after_s
     (ask,) = commits.ask(asked_after_s, lambda origin: usual_s)
     assert ask.deadline_s == pytest.approx(answers_within_s)

@@ -63,7 +63,7 @@ def test_gradients_that_can_be_taken_out_are_and_the_others_count() -> None:
     assert kinds(out) == ["uncounted", "Seal"]
     assert lines(out) == [UncountedLine(of=(entry(2).counted(),), void=1)]
     assert out[1] == Seal((1, 3), Apply(0, 0, 2.0))
-    assert kinds(ledger.stepped((1, 3))) == ["counted"]
+    assert kinds(ledger.sealed_and_applied((1, 3))) == ["counted"]
 
 
 def test_gradients_are_taken_out_between_passes_only_and_are_not_enough_for_a_step() -> None:
@@ -104,7 +104,7 @@ def test_later_gradients_go_into_the_next_sum_while_one_waits() -> None:
 def test_a_sum_that_is_committed_already_is_sealed_and_applied_in_one() -> None:
     ledger = GradientLedger(1)
     assert ledger.add(1, entry(1, own=True), CommitState.COMMITTED) == [Seal((1,), Apply(10, 1, 2.0))]
-    assert kinds(ledger.stepped((1,))) == ["counted"]
+    assert kinds(ledger.sealed_and_applied((1,))) == ["counted"]
     assert not ledger.entries
 
 
@@ -140,7 +140,7 @@ def test_the_journal_names_steps_in_the_order_in_which_they_are_taken() -> None:
     ledger.sealed((1,), 0)
     assert kinds(ledger.add(2, entry(2), CommitState.COMMITTED)) == ["Seal"]  # its step is taken at once
     assert ledger.commit(1) == []
-    taken = ledger.stepped((2,))
+    taken = ledger.sealed_and_applied((2,))
     assert taken[1] == Apply(0, 0, 2.0, slot=0)
     assert [line.of[0].number for line in lines(taken)] == [2, 1]
 

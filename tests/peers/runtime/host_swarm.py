@@ -10,7 +10,7 @@ from typing import Any
 from decentral.comm.pipeline import stage
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import Directory, Transport
-from decentral.core import config, jobs
+from decentral.core import jobs
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import file as journal
 from decentral.core.units import Amount
@@ -29,7 +29,6 @@ from tests.patient_time import PatientLoop
 
 MakeSetup = Callable[..., ComputeSetup]
 RUN = RunId("words-3fa2c1")
-FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
 EVALUATED_EVERY_S = 1.0
 LOOKING_OFTEN = SwarmTimes(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
 
@@ -58,7 +57,7 @@ class Swarm:
         train = setup.config.train.model_copy(update={"eval_every_s": EVALUATED_EVERY_S})
         node = Node(
             NodeSetup(
-                config=setup.config.model_copy(update={"routes": FEW, "train": train}),
+                config=setup.config.model_copy(update={"train": train}),
                 run=RUN,
                 start=SwarmStart(times=self.times),
                 own=own,

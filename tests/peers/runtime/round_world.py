@@ -162,9 +162,8 @@ def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
     compute = Compute(setup)
     losses = []
     for batches in rounds:
-        fetch = _fetching(setup, compute.sequences, batches)
-        train = setup.config.train.model_copy(update={"accumulate": len(batches)})
-        report = train_step(compute.span.forward, fetch, compute.span.inner, compute.lr_step, train, setup.device)
+        fetched, train = _fetched(setup, compute.sequences, batches), setup.config.train
+        report = train_step(compute.span.forward, fetched, compute.span.inner, compute.lr_step, train, setup.device)
         compute.counters.lr_step += 1
         losses.append(report.loss)
     return losses
@@ -175,23 +174,18 @@ def gradients(setup: ComputeSetup, weights: dict[int, Tensor], batches: Batches)
     compute = Compute(setup)
     for live in compute.span.inner.lives:
         live.theta.copy_(weights[live.fragment.index])
-    fetch = _fetching(setup, compute.sequences, batches)
-    inputs_BT, targets_BT = (torch.cat(part) for part in zip(*(fetch() for _ in batches), strict=True))
+    fetched = _fetched(setup, compute.sequences, batches)
+    inputs_BT, targets_BT = (torch.cat(part) for part in zip(*fetched, strict=True))
     compute.span.inner.zero_grad()
     loss = decoder.loss_of(compute.span.forward(inputs_BT), targets_BT)
     loss.backward()  # type: ignore[no-untyped-call]
     return {live.fragment.index: live.grad for live in compute.span.inner.lives}, float(loss.detach())
 
 
-def _fetching(setup: ComputeSetup, sequences: int, batches: Batches) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that returns these micro-batches, one after another."""
-    given = iter(batches)
-
-    def fetch() -> tuple[Tensor, Tensor]:
-        origin, number = next(given)
-        return setup.corpus.micro_batches(Reading(setup.config.seed, origin))(number, sequences)
-
-    return fetch
+def _fetched(setup: ComputeSetup, sequences: int, batches: Batches) -> list[tuple[Tensor, Tensor]]:
+    """These micro-batches, by their origin peers and numbers."""
+    seed, corpus = setup.config.seed, setup.corpus
+    return [corpus.micro_batches(Reading(seed, origin))(number, sequences) for origin, number in batches]
 
 
 def equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:

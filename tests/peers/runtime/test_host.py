@@ -111,7 +111,7 @@ def test_a_peer_whose_training_has_diverged_leaves_the_checkpoint_as_it_was(swar
         running = await swarm.start("A")
         host, now = swarm.hosts["A"], swarm.hosts["A"].now()
         for _ in range(50):
-            host.node.progress.divergence.stepped(True, None, now)
+            host.node.progress.divergence.judge_step(True, None, now)
         host.stop("interrupted")
         await running
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from decentral.core.journal.events import REPEAT_S
 from decentral.core.journal.file import Journal, read
-from decentral.peers.runtime.host_watch import HostWatch
+from decentral.peers.runtime.host import HostWatch
 
 
 def test_a_trouble_that_repeats_has_few_lines_which_count_it(tmp_path: Path) -> None:

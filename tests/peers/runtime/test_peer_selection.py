@@ -20,9 +20,10 @@ from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Roster, RosterEntry
 from decentral.peers.membership.swarm_size import SwarmSize
-from decentral.peers.runtime.peer_selection import ALONE_TIMES, FASTEST_DEVICE, LONGEST_WINDOW_S, NEVER, PeerSelection
+from decentral.peers.runtime.peer_selection import FASTEST_DEVICE, NEVER, PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import NodeSetup, PresentSetup
+from decentral.peers.runtime.window_lengths import ALONE_TIMES, LONGEST_WINDOW_S
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
 RUN = RunId("gpt-3fa2c1")

@@ -11,8 +11,14 @@ from decentral.core.journal.events import CheckpointLine, ErrorLine, EvalLine, S
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
-from decentral.peers.runtime.progress import EVALUATION_SHARE, ProgressEffect, Stop, TrainingProgress
-from decentral.peers.runtime.step_clock import ONE_TIMES, StepClock
+from decentral.peers.runtime.progress import (
+    EVALUATION_SHARE,
+    ONE_TIMES,
+    ProgressEffect,
+    StepClock,
+    Stop,
+    TrainingProgress,
+)
 
 
 def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:

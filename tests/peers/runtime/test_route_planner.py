@@ -123,7 +123,7 @@ def test_what_a_peer_has_under_way_goes_to_others_when_the_roster_has_lost_it(pl
 
 
 def test_peers_with_the_whole_model_are_in_the_flow_where_gradients_overlap(planner: RoutePlanner) -> None:
-    planner.routes.load.hold(replace(planner.routes.stage, overlap=True))
+    planner.routes.load.set_stage(replace(planner.routes.stage, overlap=True))
     planner.routes.load.speed = 100.0
     planner.roster.holders.put(PeerId("QmWhole"), replace(OTHER, first=0, last=3))
     planner.refresh(0.0)

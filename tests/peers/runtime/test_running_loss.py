@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from decentral.peers.runtime.running_loss import RunningLoss, mean_loss
+from decentral.peers.runtime.progress import RunningLoss, mean_loss
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -22,11 +22,11 @@ from decentral.scheduler.placement.move import (
     LEASE_WAIT_S,
     MOVE_RETRY_S,
     Drained,
-    HoldSpan,
     MemoryBudget,
     MoveEffect,
     MovePhase,
     SpanMove,
+    UseSpan,
 )
 
 RUN = RunId("gpt-3fa2c1")
@@ -139,7 +139,7 @@ def test_the_new_layers_are_fetched_before_leases_are_asked_for_and_both_before_
     assert swarm["B"].held == range(0, 2)
     swarm.tell("B", SpanChanged(True))
     assert swarm["B"].held == range(1, 3)
-    assert swarm.effects[PeerId("B")][-1] == HoldSpan(range(1, 3))
+    assert swarm.effects[PeerId("B")][-1] == UseSpan(range(1, 3))
     assert swarm.said("B") == [("done", "")]
 
 
@@ -255,7 +255,7 @@ def test_a_state_that_the_device_refuses_leaves_the_old_span_serving() -> None:
     swarm.job("B")
     swarm.tell("B", SpanChanged(False, "nan"))
     assert swarm.said("B") == [("failed", "nan")]
-    assert swarm.effects[PeerId("B")][-1] == HoldSpan(range(0, 2))
+    assert swarm.effects[PeerId("B")][-1] == UseSpan(range(0, 2))
 
 
 def test_what_does_not_fit_is_not_begun() -> None:

@@ -31,7 +31,7 @@ from decentral.scheduler.placement.plans import (
     PLAN_RETRY_S,
     SwarmPlan,
     SwarmPlans,
-    adopts,
+    is_cheaper,
     is_sound,
     key_of,
     pack,
@@ -554,5 +554,5 @@ def test_an_answer_to_an_older_question_says_nothing() -> None:
 
 
 def test_only_a_clearly_better_plan_is_adopted() -> None:
-    assert adopts(current=10.0, proposed=9.5)
-    assert not adopts(current=10.0, proposed=9.9)
+    assert is_cheaper(current=10.0, proposed=9.5)
+    assert not is_cheaper(current=10.0, proposed=9.9)

@@ -7,7 +7,7 @@ import pytest
 
 from decentral.scheduler.spans import genetic, moves
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
-from decentral.scheduler.spans.solvers import SEARCHES, search
+from decentral.scheduler.spans.searches import SEARCHES, search
 from decentral.scheduler.spans.trials import LIMITS_A_ROUND, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress

@@ -7,7 +7,7 @@ import pytest
 
 from decentral.core import config
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.spans.solvers import SEARCHES
+from decentral.scheduler.spans.searches import SEARCHES
 from decentral.scheduler.sync.plan import SYNC_SOLVERS, sync_plan
 from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.topology import topology

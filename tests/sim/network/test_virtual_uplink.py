@@ -86,12 +86,12 @@ def test_a_probe_has_the_uplink_for_itself_when_what_has_left_is_through() -> No
         probed.append(peer.agenda.now)
         return True
 
-    peer.uplink.hold(begin)
+    peer.uplink.pause(begin)
     peer.send("after", 1)
     peer.agenda.run(3.0)
     assert probed == pytest.approx([1.0], abs=BURST_S)
     assert "after" not in peer.begun
-    peer.uplink.let_go()
+    peer.uplink.resume()
     peer.agenda.run(10.0)
     assert peer.begun["after"] == pytest.approx(3.0)
 
@@ -106,14 +106,14 @@ def test_a_probe_gets_the_uplink_however_much_waits_for_it() -> None:
         probed.append(peer.agenda.now)
         return True
 
-    peer.agenda.at(2.5, lambda: peer.uplink.hold(begin))
+    peer.agenda.at(2.5, lambda: peer.uplink.pause(begin))
     peer.agenda.run(20.0)
     assert probed == pytest.approx([3.0], abs=1.0)
 
 
 def test_a_probe_that_is_forgotten_holds_nobody_for_ever() -> None:
     peer = Peer()
-    peer.uplink.hold(lambda: True)
+    peer.uplink.pause(lambda: True)
     peer.send("after", 1)
     peer.agenda.run(10.0)
     assert peer.begun["after"] == pytest.approx(PROBE_HOLD_S)
@@ -122,7 +122,7 @@ def test_a_probe_that_is_forgotten_holds_nobody_for_ever() -> None:
 def test_a_probe_that_is_over_before_its_turn_holds_nobody() -> None:
     peer = Peer()
     peer.send("before", 1)
-    peer.uplink.hold(lambda: False)
+    peer.uplink.pause(lambda: False)
     peer.send("after", 1)
     peer.agenda.run(10.0)
     assert peer.begun["after"] == pytest.approx(1.0, abs=BURST_S)

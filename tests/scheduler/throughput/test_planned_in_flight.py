@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from decentral.core import config
-from decentral.scheduler.throughput import in_flight, max_flow
+from decentral.scheduler.throughput import max_flow, planned_in_flight
 from decentral.scheduler.throughput import plan as throughput_plan
-from decentral.scheduler.throughput.in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.planned_in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.span_search import FlowProblem
 
 SPANS = [(0, 1), (1, 2)]
@@ -106,9 +106,11 @@ def test_peers_pause_for_their_steps_one_after_another_with_exact_gradients() ->
     Eight A100s in pairs reached 83,800 tokens/s; with a pause for each peer one after the other, 59,500 were expected.
     """
     first_s = 2 * PASSES_S + 0.3
-    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([10 / first_s])
-    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([990 / (first_s + 98 * 0.2)])
-    assert in_flight.with_steps(pair(), [(50.0, [(0, 0, 2)])], 1).tolist() == [50.0]
+    assert planned_in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([10 / first_s])
+    assert planned_in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx(
+        [990 / (first_s + 98 * 0.2)]
+    )
+    assert planned_in_flight.with_steps(pair(), [(50.0, [(0, 0, 2)])], 1).tolist() == [50.0]
 
 
 def test_hops_pause_for_the_micro_batches_of_all_origin_peers() -> None:
@@ -119,7 +121,7 @@ def test_hops_pause_for_the_micro_batches_of_all_origin_peers() -> None:
     """
     first_s, second_s = 4 * PASSES_S + 0.3, 2 * PASSES_S
     alone = 20 / (first_s + (first_s + second_s) / 2 + 0.2)
-    together = in_flight.with_steps(trio(), [(25.0, ROUTE), (25.0, [(2, 0, 1), (1, 1, 2)])], 1)
+    together = planned_in_flight.with_steps(trio(), [(25.0, ROUTE), (25.0, [(2, 0, 1), (1, 1, 2)])], 1)
     assert together.tolist() == pytest.approx([alone / 2, alone / 2])
 
 
@@ -138,7 +140,7 @@ def test_a_peer_that_no_route_needs_holds_no_layers(monkeypatch: pytest.MonkeyPa
 
 def test_steps_have_as_many_sequences_as_the_run_says() -> None:
     run = config.load(None, ["train.micro_batch=8", "train.accumulate=2"])
-    assert [in_flight.accumulated(run, sequences) for sequences in (1, 4, 64)] == [16, 4, 1]
+    assert [planned_in_flight.accumulated(run, sequences) for sequences in (1, 4, 64)] == [16, 4, 1]
 
 
 def test_the_largest_micro_batch_is_chosen_that_costs_no_throughput() -> None:
