@@ -48,6 +48,7 @@ from decentral.model import decoder
 Line = dict[str, Any]
 START_S = 300.0  # for a process to begin training
 POLL_S = 0.1
+MEMORY_S = 2.0  # a peer's memory is read this often
 HEAD_START_S = 0.5  # between saying when an interval begins and its beginning
 CHECKPOINT_S = 2.0  # before a checkpoint's line in the journal: steps in this time may have been held up by it
 ON_CPU, ON_CUDA = ("0.5M", "10M", "85M"), ("125M", "350M", "1B")
@@ -61,7 +62,8 @@ class Measured:
     """What one interval shows of N peers, or of N bare loops; figures of a peer are means over them."""
 
     tokens_per_s: float  # of all N
-    resident_bytes: float
+    resident_bytes: float  # in the mean over the interval
+    most_bytes: float  # the most of the interval, while a checkpoint or a partner's window is in memory
     shares: dict[str, float]  # of the training thread's time; none of bare loops
     cpu: CpuSeconds | None  # in cores
     newcomer_s: tuple[float, float] | None  # of the last peer: to its first step from its start, and from `started`
@@ -120,7 +122,7 @@ def _bare_loops(case: Case, seconds: float) -> Measured:
             loop.wait(case.args.settle + seconds + START_S)
         reports = [json.loads(log.read_text().splitlines()[-1]) for log in logs]
     resident = mean(report["resident_bytes"] for report in reports)
-    return Measured(sum(report["tokens_per_s"] for report in reports), resident, {}, None, None, None, None)
+    return Measured(sum(report["tokens_per_s"] for report in reports), resident, resident, {}, None, None, None, None)
 
 
 def _peers(case: Case, seconds: float) -> Measured:
@@ -128,9 +130,11 @@ def _peers(case: Case, seconds: float) -> Measured:
         time.sleep(case.args.settle)
         pids = [member.process.pid for member in swarm.members]
         begins, before = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
-        time.sleep(seconds)
+        memory = []
+        while time.time() < begins + seconds:
+            time.sleep(min(MEMORY_S, max(0.0, begins + seconds - time.time())))
+            memory.append(mean(processes.resident_bytes(pid) for pid in pids))
         ends, after = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
-        resident = mean(processes.resident_bytes(pid) for pid in pids)
         process_began = processes.started_at(pids[-1])
         journals = [list(read(folder / "journal.jsonl")) for folder in swarm.folders()]
     cpu = [processes.spent(*one) for one in zip(pids, before, after, strict=True)]
@@ -144,7 +148,8 @@ def _peers(case: Case, seconds: float) -> Measured:
     ]
     return Measured(
         tokens_per_s=sum(map(rate, within)),
-        resident_bytes=resident,
+        resident_bytes=mean(memory),
+        most_bytes=max(memory),
         shares=spent.shares(),
         cpu=_mean_cpu(cpu) / (ends - begins),
         newcomer_s=newcomer_s(journals[-1], process_began) if case.peers > 1 else None,
@@ -217,6 +222,7 @@ def summarised(case: Case, turns: Sequence[dict[str, Measured]], empty: dict[str
     parameters = sum(decoder.parameters(run.model))
     means = {kind: mean(turn[kind].tokens_per_s for turn in turns) for kind in empty}
     resident = {kind: mean(turn[kind].resident_bytes for turn in turns) for kind in empty}
+    most = max(turn["peers"].most_bytes for turn in turns)
     ours = [turn["peers"] for turn in turns]
     ratios = [turn["peers"].tokens_per_s / turn["bare"].tokens_per_s for turn in turns]
     cpu = _mean_cpu([one.cpu for one in ours if one.cpu])
@@ -231,7 +237,8 @@ def summarised(case: Case, turns: Sequence[dict[str, Measured]], empty: dict[str
         "ratios": ratios,
         "shares": {name: mean(one.shares[name] for one in ours) for name in ours[0].shares},
         "cores_beside": asdict(cpu) | {"beside": cpu.beside},
-        "bytes_per_parameter": {kind: (resident[kind] - empty[kind]) / parameters for kind in empty},
+        "bytes_per_parameter": {kind: (resident[kind] - empty[kind]) / parameters for kind in empty}
+        | {"most": (most - empty["peers"]) / parameters},
         "newcomer_s": [one.newcomer_s for one in ours],
         "checkpoint_s": max((one.checkpoint_s for one in ours if one.checkpoint_s is not None), default=None),
         "stall_s": max((one.stall_s for one in ours if one.stall_s is not None), default=None),
@@ -246,7 +253,7 @@ def _utilisation(run: config.Config, tokens_per_s: float, device: str) -> float 
 
 COLUMNS = {  # heading: width
     **{"size": 5, "peers": 5, "bare/s": 9, "ours/s": 9, "ratio": 6, "least-most": 12, "training": 8, "gossip": 6},
-    **{"rest": 6, "loop": 6, "others": 6, "daemon": 6, "bare B/p": 8, "ours B/p": 8, "newcomer, s": 12},
+    **{"rest": 6, "loop": 6, "others": 6, "daemon": 6, "bare B/p": 8, "ours B/p": 8, "most B/p": 8, "newcomer, s": 12},
     **{"checkpoint, s": 13, "stall, s": 8, "of peak": 7},
 }
 
@@ -264,7 +271,7 @@ def _line(row: dict[str, Any]) -> str:
     training, gossip = shares["training"], shares["gossip"]
     cells += [f"{share:.3f}" for share in (training, gossip, 1 - training - gossip)]
     cells += [f"{cores[name]:.3f}" for name in ("loop", "others", "daemon")]
-    cells += [f"{memory[kind]:.0f}" for kind in ("bare", "peers")]
+    cells += [f"{memory[kind]:.0f}" for kind in ("bare", "peers", "most")]
     cells += [newcomer, *(_number(row[name]) for name in ("checkpoint_s", "stall_s", "flop_utilisation"))]
     return _aligned(cells)
 

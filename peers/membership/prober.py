@@ -42,8 +42,7 @@ PROBE_AFTER_S = 2.0
 PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubles up to PROBE_EVERY_S
 PROBE_EVERY_S = 120.0
 PROBE_WINDOWS = 4  # the pause may become longer than PROBE_EVERY_S, up to this many gossip windows
-# Each pause is a random share of these times, so that peers which started together do not probe at the same instants.
-SPREAD = (0.5, 1.5)
+SPREAD = 0.5  # pauses are longer or shorter by up to this share, so that peers which started together do not collide
 PROBE_SOON_S = 5.0  # while no other peer is known, the next try comes after this time
 PROBE_DEADLINE_S = 20.0
 FIRST_PROBES = ("ping", "ping", "down", "warm up", "up")  # the kinds of probes of a link, in their order
@@ -135,7 +134,7 @@ class Prober:
         return []
 
     def _pause(self, mean_s: Seconds) -> Seconds:
-        return mean_s * self.rng.uniform(*SPREAD)
+        return mean_s * self.rng.uniform(1 - SPREAD, 1 + SPREAD)
 
     def _was_short(self, upload: Answered) -> bool:
         """Return whether an upload was too short to show our bandwidth, or TCP slow start explains its duration."""

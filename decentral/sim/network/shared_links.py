@@ -26,7 +26,7 @@ from decentral.sim.network.congestion import CongestionWindow, Sender
 
 QUEUE_S = 0.25  # a link drops a packet that would have to wait longer than this in its queue
 LEAST_BYTES = 1e-3  # fewer unsent bytes than this are a rounding error, and count as 0
-SAME = 1e-9  # rates that differ by less than this share of them are the same, but for rounding
+ROUNDING = 1e-6  # rates that differ by less than this share of them are equal, but for rounding
 MOST_WINDOWS = 100_000  # the congestion windows of at most this many connections are kept, those used most recently
 
 
@@ -259,8 +259,8 @@ class SharedLinks:
             rate = least[transfer]
             if rate > 0:
                 own = [free[link] for link in transfer.links]
-                more = min(self._path_share(transfer), *[one.rate / one.transfers for one in own])
-                rate = more if more > (1 + SAME) * rate else rate  # equal transfers have exactly equal rates
+                more = min(self._path_share(transfer), min(one.rate / one.transfers for one in own))
+                rate = more if more > (1 + ROUNDING) * rate else rate  # equal transfers have exactly equal rates
                 for one in own:
                     one.rate, one.transfers = one.rate - rate, one.transfers - 1
             self._set_rate(transfer, rate)
@@ -293,7 +293,7 @@ class SharedLinks:
                 return self.geography.down(peer), self.receiving[peer]
 
     def _set_rate(self, transfer: Transfer, rate: float) -> None:
-        if abs(rate - transfer.rate) <= SAME * rate:
+        if abs(rate - transfer.rate) <= ROUNDING * rate:
             return
         transfer.set_rate(rate, self.agenda.now)
         transfer.cancel()

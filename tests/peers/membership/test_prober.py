@@ -197,7 +197,7 @@ def test_it_waits_until_it_is_time_and_then_longer_and_longer() -> None:
 
 
 def is_pause(pause_s: float, mean_s: float) -> bool:
-    return SPREAD[0] * mean_s <= pause_s <= SPREAD[1] * mean_s
+    return (1 - SPREAD) * mean_s <= pause_s <= (1 + SPREAD) * mean_s
 
 
 def test_peers_that_started_together_do_not_probe_together() -> None:
