@@ -36,7 +36,6 @@ from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
-from decentral.view.plan_picture import draw_comparison
 
 if TYPE_CHECKING:
     from decentral.peers.membership.records import PeerRecord
@@ -199,6 +198,8 @@ def _compare(topology: Topology, swarm: LiveSwarm | None, options: argparse.Name
         records, bound = _throughput_records(topology, swarm, options)
         title = f"all solvers; no plan exceeds {bound:.5g} tokens/s"
     if options.plot:
+        from decentral.view.plan_picture import draw_comparison
+
         draw_comparison(records, options.plot, "s" if sync else "tokens/s")
     if options.json:
         print(strict_json.dumps(records))

@@ -243,7 +243,7 @@ def places_kept() -> int:
 def test_buffers_of_a_megabyte_are_kept_for_the_next_product() -> None:
     code = f"from {__name__} import pages_taken; print(pages_taken())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
-    assert int(done.stdout) < 2000
+    assert int(done.stdout) < 5000
 
 
 def pages_taken() -> int:

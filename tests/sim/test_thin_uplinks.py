@@ -31,7 +31,7 @@ class Joins:
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize(("up_mbps", "within_s"), [(0.6, 120.0), (1.2, 60.0)])
+@pytest.mark.parametrize(("up_mbps", "within_s"), [(0.6, 150.0), (1.2, 75.0)])
 def test_three_newcomers_of_one_donor_with_a_thin_uplink_all_join(up_mbps: float, within_s: Seconds) -> None:
     """All pieces were requested at once, shared the uplink, and came after their deadline: nobody ever joined."""
     settings = SwarmSettings.of(config.load(None, ["gossip.code=auto"]), Pace(0.4, 0.05, report_s=10.0), (1.0,), 512)
