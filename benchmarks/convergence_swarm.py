@@ -250,7 +250,7 @@ class Swarm:
             self.pending[pull.peer] = outcome.correction if pending is None else pending + outcome.correction
 
     def _orthogonal(self, mean_N: Tensor, own_N: Tensor) -> Tensor:
-        """The mean of windows with nearly semi-orthogonal matrices, which are as long as our own, in the blocks."""
+        """The mean of all windows; each matrix of its blocks is made nearly semi-orthogonal, with our own's norm."""
         found_N = mean_N.clone()
         matrices, ours = (self.replicas.block_matrices(row_N[None], 0) for row_N in (found_N, own_N))
         for matrix, own in zip(matrices, ours, strict=True):

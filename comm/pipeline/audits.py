@@ -71,7 +71,7 @@ def twin(number: int) -> int:
 
 @dataclass(slots=True)
 class Usual:
-    """The usual size of a number: a running geometric mean, which a single number changes little."""
+    """The usual size of a measured quantity: a running geometric mean, which one measurement changes little."""
 
     log: float = 0.0
     seen: int = 0

@@ -142,7 +142,7 @@ class _Ways:
         return []
 
     def seconds(self, order: Order) -> float:
-        """Return the seconds between two micro-batches on this way, as `planned_in_flight.with_steps` has them."""
+        """Return the seconds between two micro-batches on this path, as `planned_in_flight.with_steps` has them."""
         hops = self.hops(order)
         if not hops:
             return np.inf

@@ -86,8 +86,9 @@ class FlowProblem:
         """
         plain = [spans_N2 for spans_N2 in self._short[1] if self.valid(spans_N2)]
         plain.sort(key=lambda spans_N2: -self.evaluate(spans_N2).value)
-        by_value = sorted(self._best.values(), key=lambda one: -one[0])
-        found = [by_value[0][1], *plain, self._best[min(self._best)][1], *(spans_N2 for _, spans_N2 in by_value)]
+        by_value = [spans_N2 for _, spans_N2 in sorted(self._best.values(), key=lambda one: -one[0])]
+        fewest_hops = [self._best[hops][1] for hops in sorted(self._best)[:1]]
+        found = [*by_value[:1], *plain, *fewest_hops, *by_value]
         return list({spans_N2.tobytes(): spans_N2 for spans_N2 in found}.values())[:count]
 
     def reached(self, spans_N2: Ints, flow: MaxFlow) -> float:

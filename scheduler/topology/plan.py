@@ -48,8 +48,8 @@ class ThroughputPlan(Plan):
     """A plan for an asynchronous swarm: each peer's layers, and how tokens and snapshots travel between peers."""
 
     objective: ClassVar[str] = "throughput"
-    # The `tokens_per_s`, `estimated` for the routes, and `bound`, which no plan can exceed. Of a plan that
-    # was played in the simulator, `tokens_per_s` is what it reached there; peers choose routes by measured speeds.
+    # Tokens/s. `estimated`: what the search computed for the plan's routes. `tokens_per_s`: the promise, which is what
+    # the plan reached if the simulator has played it, else the estimate. `bound`: what no plan can exceed.
     throughput: dict[str, float]
     planned_for: JsonObject  # name, parameters and layers of the model, and the utilisation of the peers' FLOP/s
     spans: dict[str, list[int]]  # peer id -> [first, last): its layers

@@ -38,7 +38,8 @@ LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many sampl
 # Processor time of an event of the simulator on a quiet core: in any swarm, and for each of its peers.
 EVENT_S, EVENT_PEER_S = 2e-5, 4e-6
 MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
-PLAYED_MICRO_BATCHES = 3000  # a finalist is played for so many micro-batches by its estimate, at most for PLAYED_S
+# A finalist is played for the time in which it trains this many micro-batches by its estimate, but at most PLAYED_S.
+PLAYED_MICRO_BATCHES = 3000
 # With routes, windows of large models have grown to about this length, or longer, after some minutes (gossip_cost.py).
 SETTLED_WINDOW_S = 60.0
 LEAST_COUNTED = 10  # micro-batches that a play must count

@@ -56,6 +56,10 @@ def test_two_sites_that_hold_the_model_only_with_a_range_of_layers_each_are_a_gr
     assert named(peer_groups.groups(problem(costs), costs.site_N)) == [[0, 1, 2], [3, 4, 5, 6, 7, 8]]
 
 
+def test_a_solver_that_evaluates_nothing_leaves_no_finalists_of_a_search() -> None:
+    assert problem(swarm([4] * 4, [100.0] * 4, [-1] * 4)).finalists(4) == []
+
+
 def test_homes_form_rows_wherever_they_are() -> None:
     costs = swarm([4] * 4, [100.0] * 4, [-1] * 4)
     spans = rows.in_rows_of_regions(problem(costs), np.arange(4), np.arange(4))
