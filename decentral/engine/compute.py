@@ -30,6 +30,7 @@ from decentral.data.source import Reading, TrainingData
 from decentral.engine import accelerator, checkpoint, measure
 from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
+from decentral.engine.memory import return_free_pages
 from decentral.engine.span import Span
 from decentral.engine.step import (
     Device,
@@ -315,6 +316,7 @@ class Compute(JobRunner):
             size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
         finally:
             self._saving = False
+        return_free_pages()
         return jobs.Saved(self.counters.own_steps, size)
 
     def _start(self, newcomer: bool) -> jobs.Started:

@@ -316,6 +316,17 @@ def keep_what_is_freed(up_to_bytes: int = KEPT_BYTES) -> None:
     _mallopt((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, up_to_bytes), (M_TRIM_THRESHOLD, 1 << 30))
 
 
+def return_free_pages() -> None:
+    """Return the pages of the heap that hold nothing to the system; without glibc, do nothing.
+
+    After `keep_what_is_freed`, the heap keeps what a merge or a join needed for a moment: 60 to 200 MB with 85 M
+    parameters. The call takes 0.02 s, and training then allocates anew what it needs.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _mallopt(*options: tuple[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -62,6 +62,10 @@ class Export:
         """Return whether this newcomer may fetch the export; if it has a part already, it gets FINISHED_S more time."""
         return now < self.expires_at + (FINISHED_S if 0 < self.begun[newcomer] < len(self.blob) else 0.0)
 
+    def is_wanted(self, now: Seconds) -> bool:
+        """Return whether any newcomer may still fetch the export; 4 bytes per parameter are freed once none may."""
+        return now < self.expires_at or any(self.serves(newcomer, now) for newcomer in self.begun)
+
 
 class MeasuredUplink(Protocol):
     """Interface that measures the rate of our uplink; `Meter` (comm/wire/meter.py) implements it."""
@@ -154,9 +158,14 @@ class Donor:
     def forget_old(self, now: Seconds) -> list[Effect]:
         """Drop the encoded states that have expired, and return jobs to encode states that newcomers wait for.
 
-        States that only strangers wait for are encoded while fewer than STRANGER_EXPORTS states are kept for strangers.
+        A state for strangers counts for FINISHED_S after its time even if nobody fetches it. States that only strangers
+        wait for are encoded while fewer than STRANGER_EXPORTS states are kept for strangers.
         """
-        self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
+        self.exports = {
+            name: one
+            for name, one in self.exports.items()
+            if (now < one.expires_at + FINISHED_S if name in self._for_strangers else one.is_wanted(now))
+        }
         self._for_strangers &= self.exports.keys() | self._encoding
         return self._encode() if self._waiting else []
 

@@ -256,6 +256,26 @@ def pages_taken() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+def test_the_heap_returns_free_pages_below_what_is_held() -> None:
+    code = f"from {__name__} import pages_returned; print(pages_returned())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert int(done.stdout) > 90e6
+
+
+def pages_returned() -> int:
+    """How much less memory a process has after the call, in bytes, of 100 MB freed below a tensor that it holds."""
+    memory.keep_what_is_freed()
+    freed, held = [torch.ones(1 << 18) for _ in range(100)], torch.ones(1 << 18)
+    del freed
+    before = resident_bytes()
+    memory.return_free_pages()
+    return before - resident_bytes() if held.numel() else 0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def is_mapped(address: int) -> bool:
     """Whether this process has memory there."""
     areas = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]

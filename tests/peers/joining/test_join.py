@@ -699,6 +699,18 @@ def test_a_peer_that_has_a_whole_export_gets_a_fresh_one_the_next_time() -> None
     assert donor.asked(2, A, again, 60, 1.0 + EXPORT_KEPT_S) == [ExportState(0)]
 
 
+@pytest.mark.parametrize(("fetched", "kept"), [(0, False), (PIECE_BYTES, True), (SIZE, False)])
+def test_an_expired_export_is_freed_unless_a_newcomer_has_fetched_a_part_of_it(fetched: int, kept: bool) -> None:
+    donor = Donor(RUN, FRAGMENTS)
+    donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 50, 1.0)
+    for offset in range(0, fetched, PIECE_BYTES):
+        donor.asked(1, A, StateRequest(RUN, 0, offset, PIECE_BYTES), 50, 1.0)
+    donor.forget_old(1.0 + EXPORT_KEPT_S)
+    assert bool(donor.exports) == kept
+    donor.forget_old(1.0 + EXPORT_KEPT_S + FINISHED_S)
+    assert not donor.exports
+
+
 @pytest.mark.parametrize(("lie", "known", "begins"), [(1 << 60, None, 50), (1 << 60, 48, 50), (50, None, 50)])
 def test_one_lying_donor_does_not_set_the_newcomers_clock(lie: int, known: int | None, begins: int) -> None:
     newcomer = Newcomer()
