@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
@@ -202,7 +203,9 @@ class PublishedSnapshot:
     settled: bool = False  # True once the merge has begun, after which on-request sections can no longer be encoded
     making: set[str] = field(default_factory=set)  # names of the on-request sections that the worker encodes now
     encoded: dict[str, bytes] = field(default_factory=dict)  # on-request sections by name
-    parts: dict[Layout, Envelope] = field(default_factory=dict)  # answers with on-request sections
+    parts: dict[Layout, Snapshot] = field(default_factory=dict)  # headers of the answers with on-request sections
+    # The answers that are being sent; each is freed once it has been, as it takes the bytes of a window and more.
+    sending: WeakValueDictionary[Layout, Envelope] = field(default_factory=WeakValueDictionary)
     given: set[PeerId] = field(default_factory=set)  # peers that have got such an answer
 
     def wanted(self, names: Sequence[str]) -> list[str]:
@@ -212,8 +215,9 @@ class PublishedSnapshot:
     def reply(self, asked: Request) -> Reply:
         """Return the answer to a pull: the snapshot with those on-request sections that it names and are encoded.
 
-        Answers with the same sections share one blob in memory. So that questions cannot fill the memory, each peer
-        gets on-request sections once, and all answers together have at most MOST_PARTS times the bytes of all sections.
+        Answers with the same sections share one blob while it is sent. So that questions cannot fill the memory, each
+        peer gets on-request sections once, and different answers have at most MOST_PARTS times the bytes of all
+        sections.
         """
         more = [one for one in self.on_request if one.name in asked.pull.sections and one.name in self.encoded]
         layout = (*self.snapshot.layout, *more)
@@ -223,10 +227,17 @@ class PublishedSnapshot:
             made, whole = sum(map(layout_bytes, [*self.parts, layout])), (*self.snapshot.layout, *self.on_request)
             if made > MOST_PARTS * layout_bytes(whole):
                 return Reply(asked.id, Envelope(self.snapshot, self.blob))
-            part = joined([self.blob, *(self.encoded[one.name] for one in more)])
-            self.parts[layout] = Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part)
         self.given.add(asked.peer)
-        return Reply(asked.id, self.parts[layout])
+        answer = self.sending.get(layout) or self._joined(layout, [self.encoded[one.name] for one in more])
+        self.sending[layout] = answer
+        return Reply(asked.id, answer)
+
+    def _joined(self, layout: Layout, more: Sequence[bytes]) -> Envelope:
+        """Return the answer that has these on-request sections behind the snapshot's blob."""
+        part = joined([self.blob, *more])
+        if layout not in self.parts:
+            self.parts[layout] = replace(self.snapshot, layout=layout, digest=blobs.digest(part))
+        return Envelope(self.parts[layout], part)
 
     def add(self, layout: Layout, blob: bytes) -> None:
         """Add on-request sections that the worker has encoded."""

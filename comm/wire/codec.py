@@ -26,7 +26,7 @@ _FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, ki
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Envelope:
     """A message and the blob that is sent with it; most messages have an empty blob."""
 

@@ -1,9 +1,11 @@
 """What others pull from a peer: alike answers share their bytes, and no questions can make it hold many."""
 
 from itertools import combinations
+from weakref import ref
 
 from decentral.comm.gossip.snapshots import ASKED_LATE_WINDOWS, MOST_PARTS, ROUNDS_KEPT, SnapshotStore
 from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Snapshot
 from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.fragments import Section, layout_bytes
@@ -43,8 +45,19 @@ def test_questions_for_the_same_slices_share_one_answer() -> None:
     """64 questions of 100 bytes held 1.5 GB, and each cost the event loop a digest of all of it."""
     store = published()
     for names in ((), ALL, ALL[1:3]):
-        first, *others = [answered(store, *names, peer=f"{names} {number}").envelope.blob for number in range(64)]
-        assert all(one is first for one in others)
+        first, *others = [answered(store, *names, peer=f"{names} {number}").envelope for number in range(64)]
+        assert all(one.blob is first.blob for one in others)
+
+
+def test_an_answer_with_slices_is_freed_once_it_is_sent_and_made_again_for_the_next_who_asks() -> None:
+    """Answers took as many bytes as the windows themselves until the next window closed."""
+    store = published()
+    sent = answered(store, *ALL, peer="A").envelope
+    header, freed = sent.message, ref(sent)
+    del sent
+    assert freed() is None
+    again = answered(store, *ALL, peer="B").envelope
+    assert again == Envelope(header, bytes(8000) + slices(*ALL))
 
 
 def test_an_answer_has_the_slices_and_the_digest_of_what_was_asked_for() -> None:
@@ -64,7 +77,7 @@ def test_whatever_is_asked_for_the_answers_take_the_memory_of_a_few() -> None:
     once = [answered(store, *names, peer="L").envelope.blob for names in choices]
     assert [len(blob) > 8000 for blob in once] == [True] + [False] * (len(choices) - 1)
     several = {
-        id(blob): len(blob) for blob in (answered(store, *names, peer=str(names)).envelope.blob for names in choices)
+        id(blob): len(blob) for blob in [answered(store, *names, peer=str(names)).envelope.blob for names in choices]
     }
     assert 2 * 24_000 < sum(several.values()) <= MOST_PARTS * 24_000 + 8000
 
