@@ -52,11 +52,11 @@ def test_questions_for_the_same_slices_share_one_answer() -> None:
 def test_an_answer_with_slices_is_freed_once_it_is_sent_and_made_again_for_the_next_who_asks() -> None:
     """Answers took as many bytes as the windows themselves until the next window closed."""
     store = published()
-    sent = answered(store, *ALL, peer="A").envelope
+    sent = answered(store, *ALL, peer="B").envelope
     header, freed = sent.message, ref(sent)
     del sent
     assert freed() is None
-    again = answered(store, *ALL, peer="B").envelope
+    again = answered(store, *ALL, peer="C").envelope
     assert again == Envelope(header, bytes(8000) + slices(*ALL))
 
 
