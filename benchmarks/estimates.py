@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ from decentral.sim.run import run
 STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6"]
 RARE = ["gossip.window_s=8", "gossip.fragment_parameters=30000000"]  # so that large swarms are played soon
 KNOWN = (0.9, 1.02)  # range of tokens/s, over those of a device whose speed is known
-WINDOWS = 6  # a real interval has at least so many windows
-SETTLED_WINDOWS = 3  # windows have settled when so many had the same length
-SETTLE_TRIES = 3  # a swarm whose windows still change after so many times SETTLED_WINDOWS is measured as it is
+WINDOWS = 4  # a real interval has at least so many windows
+SETTLED_WINDOWS = 3  # windows have settled when the lengths of so many lie at most one step, a factor of 2, apart
+SETTLE_S = 600.0  # a swarm whose windows still change after this time is measured as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +159,15 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def settle(swarm: LocalSwarm, least_s: float) -> None:
-    """Wait `least_s` seconds, and until the windows of a swarm's peers have settled, but for at most SETTLE_TRIES."""
+    """Wait `least_s` seconds, and until the windows of a swarm's peers have settled, but for at most SETTLE_S more."""
     time.sleep(least_s)
-    for _ in range(SETTLE_TRIES):
-        length_s = last_window_s(swarm)
-        time.sleep(SETTLED_WINDOWS * length_s)
-        if last_window_s(swarm) == length_s:
+    began, seen = time.time(), [last_window_s(swarm)]
+    while time.time() < began + SETTLE_S:
+        late = seen[-ceil(SETTLED_WINDOWS * seen[-1] / TRAFFIC_S) :]
+        if len(late) * TRAFFIC_S >= SETTLED_WINDOWS * seen[-1] and max(late) <= 2 * min(late):
             return
+        time.sleep(TRAFFIC_S)
+        seen.append(last_window_s(swarm))
 
 
 def last_window_s(swarm: LocalSwarm) -> float:

@@ -15,7 +15,9 @@ IDLE_SHARE = 0.1  # gossip may use this share of the idle cores; more could slow
 FIXED_CORES = 0.006  # number of cores that event loop and network daemon use without gossip, in a swarm of four peers
 SLOWEST_BYTES_PER_S = 20e6  # a core transfers at least this, we assume; gossip is charged at most (its bytes / this)
 # Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
-# seconds makes the average forget the first windows soon, since they cost more than later windows.
+# seconds makes the average forget the first windows soon, since they cost more than later windows. The cost of windows
+# is known only after their merges. So the averages change once each fragment had a window, in an interval without
+# gossip jobs or, where gossip never pauses, after so many windows that few of them are still without their merges.
 REMEMBERED_WINDOWS = 16
 REMEMBERED_S = 20.0
 MOST_TIMES = 2  # a new measurement counts as at most this many times the average, so that one outlier changes little
@@ -96,17 +98,21 @@ class GossipCost:
     cores: float = 0.0  # estimated number of cores that training keeps busy
     idle: float = 0.0  # running average of the number of idle cores
     stretch: Stretch = field(default_factory=_by_cores)
-    _share: float = 0.0  # share of the training cores that gossip may use: the argument of the last call of `windows`
+    _share: float = 0.0  # share of the training cores that gossip may use: an argument of the last call of `windows`
+    _fragments: int = 1  # number of fragments: an argument of the last call of `windows`
     # Sums since the averages were last updated: core-seconds of jobs and of transfers, closed windows, measured seconds
     _jobs_s: Seconds = 0.0
     _transfers_s: Seconds = 0.0
     _windows: int = 0
     _since_s: Seconds = 0.0
+    _alone: bool = True  # whether only gossip has used the network since then
+    _busy: bool = False  # whether a gossip job has ended since the last measurement
 
     def did(self, cost_s: Seconds, closed: bool) -> None:
         """Record a gossip job of `cost_s` core-seconds; `closed` says whether it ended a window."""
         self._jobs_s += cost_s
         self._windows += closed
+        self._busy = True
 
     @property
     def window_cost_s(self) -> Seconds:
@@ -119,7 +125,7 @@ class GossipCost:
         return self.compute_s, self.network_s, self.cores, self.idle
 
     def measured(self, used: CoresUsed, gossip_alone: bool, gossip: GossipTraffic = ALL_GOSSIP) -> None:
-        """Record a measurement, and update the averages if a window was closed since the last update.
+        """Record a measurement, and update the averages if the cost of the windows since the last update is known.
 
         Gossip is charged its part of the network's processor time, but at most gossip's bytes divided by
         SLOWEST_BYTES_PER_S. Without this bound, a flood of refused requests would make the windows ever longer.
@@ -134,14 +140,17 @@ class GossipCost:
         self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
         self.idle += NEWEST_IDLE * (used.idle_s / used.seconds - self.idle)
         self._since_s += used.seconds
+        self._alone = self._alone and gossip_alone
         if gossip_alone:
             network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds)
             self._transfers_s += min(gossip.part * network_s, gossip.work_bytes / SLOWEST_BYTES_PER_S)
-        if self._windows:
+        needed = max(REMEMBERED_WINDOWS, 2 * self._fragments) if self._busy else self._fragments
+        self._busy = False
+        if self._windows >= needed:
             self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
-            if gossip_alone:
+            if self._alone:
                 self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
-            self._jobs_s, self._transfers_s, self._windows, self._since_s = 0.0, 0.0, 0, 0.0
+            self._jobs_s, self._transfers_s, self._windows, self._since_s, self._alone = 0.0, 0.0, 0, 0.0, True
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
         """Return the average `known`, updated with `new`, which counts as at most MOST_TIMES times the average."""
@@ -161,6 +170,7 @@ class GossipCost:
         Returns:
             A power of two.
         """
+        self._fragments = fragments
         if share != self._share:
             self._share, self.stretch = share, _by_cores()
         if not self.window_cost_s or not self.cores:

@@ -526,11 +526,13 @@ def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossi
     cost = played.node.selection.lengths.cost
 
     def network_s() -> float:
-        cost.did(0.01, closed=True)
+        for _ in FRAGMENTS:
+            cost.did(0.01, closed=True)
         played.node.traffic.received(
             Answered(PullTag(0, 1), PeerId("B"), Envelope(messages.Done()), 0.1, 0.1, 0, 1 << 20)
         )
         played.deliver(used)
+        played.deliver(CoresUsed(5.0, 5.0, 0.0))  # without gossip jobs
         return cost.network_s
 
     assert network_s() == 0  # we joined in this interval
