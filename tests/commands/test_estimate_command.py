@@ -7,6 +7,7 @@ import pytest
 
 from decentral.commands import estimate
 from decentral.commands.estimates import machines, own_speed, size_table
+from decentral.commands.estimates.own_speed import OwnSpeed
 from decentral.commands.estimates.size_table import SHOWN_SIZES
 from decentral.core.strict_json import JsonObject
 
@@ -126,11 +127,11 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
 ) -> None:
     asked = []
 
-    def step_s(_run: object, peers: int) -> float:
+    def own_speed(_run: object, peers: int) -> OwnSpeed:
         asked.append(peers)
-        return 0.1
+        return OwnSpeed(0.1, 1e-8)
 
-    monkeypatch.setattr(machines, "step_s", step_s)
+    monkeypatch.setattr(machines, "own_speed", own_speed)
     found = told(capsys, "default", "--peers", "2xcpu, this lab")
     assert asked == [3]
     assert found["tokens_per_s"]["mid"] == pytest.approx(3 * 8 * 128 / 0.1, rel=0.02)

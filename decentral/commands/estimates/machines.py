@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from decentral.commands.estimates.cards import Card, card
-from decentral.commands.estimates.own_speed import step_s
+from decentral.commands.estimates.own_speed import OwnSpeed, own_speed
 from decentral.commands.estimates.places import PeerGroup
-from decentral.commands.estimates.traffic import Gossiper
+from decentral.commands.estimates.traffic import NUMBER_S, Gossiper
 from decentral.core import config
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import Config
@@ -81,7 +81,7 @@ def flops_here(peers: int) -> float:
     It is timed briefly. Larger models usually reach more.
     """
     run = config.load(None, SMALL_RUN)
-    return _flops_of_step(run) / step_s(run, peers, BRIEFLY_S)
+    return _flops_of_step(run) / own_speed(run, peers, BRIEFLY_S).step_s
 
 
 def with_micro_batch(run: Config, groups: Sequence[PeerGroup]) -> Config:
@@ -130,12 +130,12 @@ def _published(run: Config, found: Card) -> Machine:
 
 def _measured(run: Config, peers: int, own_flops: float | None) -> Machine:
     """Return this machine, shared by `peers` peers that train on its processor; `own_flops` as for `machines_of`."""
-    took_s, cores = _flops_of_step(run) / own_flops if own_flops else step_s(run, peers), os.cpu_count() or 1
-    tokens_per_s = step_tokens(run) / took_s
+    speed = OwnSpeed(_flops_of_step(run) / own_flops, NUMBER_S) if own_flops else own_speed(run, peers)
+    tokens_per_s, cores = step_tokens(run) / speed.step_s, os.cpu_count() or 1
     flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
     seconds = [one / sum(flops) / tokens_per_s for one in flops]
     needs, busy = memory.needs(run), min(1.0, cores / peers)
-    gossiper = Gossiper(took_s, busy, max(0.0, cores - peers))
+    gossiper = Gossiper(speed.step_s, busy, max(0.0, cores - peers), speed.number_s / NUMBER_S)
     low, high = FLOPS_HERE if own_flops else MEASURED_HERE
     return Machine(machine_bytes() / peers, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
 

@@ -1,29 +1,33 @@
-"""Measure how long a training step of a run takes on this machine's processor. Start at `step_s`.
+"""Measure how long a training step and a gossip window of a run take on this machine's processor. Start at `own_speed`.
 
 A whole step is timed: passes, clipping and optimizer. A large model is not built. The time of its step is extrapolated
 linearly from the times of two models with fewer blocks of the same shape or, if even these are large, follows from the
-FLOPs of a narrower model's step.
+FLOPs of a narrower model's step. A window is closed and merged with a partner's by the jobs of a running peer.
 """
 
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from statistics import median
 
 import torch
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip.outer_kernels import TorchKernels
+from decentral.comm.gossip.kernel_choice import best_kernels
 from decentral.comm.gossip.update_rules import RuleTools
+from decentral.core import jobs
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.units import readable_bytes
+from decentral.engine.gossip_jobs import FragmentGossip
 from decentral.engine.measure import choose, machine_bytes
 from decentral.engine.memory import keep_what_is_freed, needs
 from decentral.engine.span import Span
 from decentral.engine.step import flushed_denormals, train_step
+from decentral.engine.threads import finish
 
 WHOLE_PARAMETERS = 20e6  # a model with at most this many parameters is timed itself
 FEWER_BLOCKS = (1, 3)  # for a larger model, two models with these numbers of blocks are timed
@@ -31,16 +35,24 @@ FEWER_BLOCKS = (1, 3)  # for a larger model, two models with these numbers of bl
 # NARROW_WIDTH is timed.
 MOST_PARAMETERS = 60e6
 NARROW_WIDTH, NARROW_VOCABULARY = 256, 4096
-WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 50
-TIMED_S = 3.0  # `timed_s` of `step_s`, unless the caller has less time
+WARM_STEPS, LEAST_STEPS, MOST_STEPS, TIMED_WINDOWS = 2, 3, 50, 3
+TIMED_S = 3.0  # `timed_s` of `own_speed`, unless the caller has less time
 MOST_TIMED = 16  # at most this many processes are timed at the same time
 
 
-def step_s(run: Config, peers: int, timed_s: float = TIMED_S) -> float:
-    """Return the seconds of a training step on this processor while `peers` peers train here.
+@dataclass(frozen=True, slots=True)
+class OwnSpeed:
+    """How fast one of several peers on this machine's processor trains and gossips."""
+
+    step_s: float  # seconds of a training step, in which the peers take turns if there are more peers than cores
+    number_s: float  # core-seconds for each parameter of a window that is closed and merged with one partner's window
+
+
+def own_speed(run: Config, peers: int, timed_s: float = TIMED_S) -> OwnSpeed:
+    """Return how fast a peer trains and gossips on this processor while `peers` peers train here.
 
     Several processes are timed at the same time, because cores share caches and memory: one for each peer, but not more
-    than the cores can run. If there are more peers, they take turns on the cores, and the result includes the waiting.
+    than the cores can run.
 
     Args:
         run: The run's config; `train.micro_batch` must be a number.
@@ -60,7 +72,8 @@ def step_s(run: Config, peers: int, timed_s: float = TIMED_S) -> float:
         with ProcessPoolExecutor(at_once, mp_context=get_context("spawn")) as pool:
             timed = [pool.submit(_alone, run, threads, timed_s) for _ in range(at_once)]
             found = [one.result() for one in timed]
-    return median(found) * max(1.0, peers * threads / cores)
+    turns = max(1.0, peers * threads / cores)
+    return OwnSpeed(turns * median(one.step_s for one in found), median(one.number_s for one in found))
 
 
 def _check_memory(run: Config, at_once: int) -> None:
@@ -81,16 +94,17 @@ def _timed_runs(run: Config) -> list[Config]:
 
 
 @flushed_denormals()
-def _alone(run: Config, threads: int, timed_s: float) -> float:
-    """Return the seconds of a step in this process, with `threads` threads."""
+def _alone(run: Config, threads: int, timed_s: float) -> OwnSpeed:
+    """Return the speed of this process, with `threads` threads."""
     torch.set_num_threads(threads)
     keep_what_is_freed()
     runs = _timed_runs(run)
-    took_s = [_timed(one, timed_s) for one in runs]
-    if len(runs) == 1:
-        return took_s[0] * _step_flops(run) / _step_flops(runs[0])
+    *fewer, last = [_timed(one, timed_s) for one in runs]
+    if not fewer:
+        return replace(last, step_s=last.step_s * _step_flops(run) / _step_flops(runs[0]))
     few, more = FEWER_BLOCKS
-    return took_s[0] + max(0.0, took_s[1] - took_s[0]) * (run.model.depth - few) / (more - few)
+    block_s = max(0.0, last.step_s - fewer[0].step_s) / (more - few)
+    return replace(last, step_s=fewer[0].step_s + block_s * (run.model.depth - few))
 
 
 def _with_depth(run: Config, depth: int) -> Config:
@@ -124,14 +138,15 @@ def _step_flops(run: Config) -> float:
     return sum(run.model.layer_flops) * int(run.train.micro_batch)
 
 
-def _timed(run: Config, timed_s: float) -> float:
-    """Return the median seconds of a step on random tokens, without the first WARM_STEPS steps.
+def _timed(run: Config, timed_s: float) -> OwnSpeed:
+    """Return the median seconds of a step on random tokens, without the first WARM_STEPS steps, and those of windows.
 
     Processor time is measured, divided by the number of threads, so that other running programs do not count.
     """
     train, threads = run.train, torch.get_num_threads()
     device = choose("cpu")
-    tools = RuleTools(blockwise, TorchKernels(blockwise), optimizer=train.optimizer)
+    kernels, _ = best_kernels(device.device, blockwise)
+    tools = RuleTools(blockwise, kernels, optimizer=train.optimizer)
     span = Span(run, PeerId("A"), tools, device)
     span.build_layers(0, run.model.depth + 2)
     numbers = torch.Generator().manual_seed(0)
@@ -141,12 +156,33 @@ def _timed(run: Config, timed_s: float) -> float:
         tokens_BT = torch.randint(run.model.vocabulary, shape, generator=numbers)
         return tokens_BT, tokens_BT.roll(-1, 1)
 
+    def step() -> float:
+        began = time.process_time()
+        train_step(span.forward, [fetch() for _ in range(train.accumulate)], span.inner, len(took_s), train, device)
+        return (time.process_time() - began) / threads
+
     took_s: list[float] = []
     while len(took_s) < WARM_STEPS + LEAST_STEPS or (
         sum(took_s[WARM_STEPS:]) < timed_s and len(took_s) < WARM_STEPS + MOST_STEPS
     ):
-        began = time.process_time()
-        batches = [fetch() for _ in range(train.accumulate)]
-        train_step(span.forward, batches, span.inner, len(took_s), train, device)
-        took_s.append((time.process_time() - began) / threads)
-    return max(train.accumulate * train.emulated_micro_batch_s, median(took_s[WARM_STEPS:]))
+        took_s.append(step())
+    number_s = []
+    for window in range(TIMED_WINDOWS):
+        step()  # which makes the optimizer's and the passes' memory as busy as in a peer
+        number_s.append(_window_s(span.gossip, window))
+    emulated_s = train.accumulate * train.emulated_micro_batch_s
+    return OwnSpeed(max(emulated_s, median(took_s[WARM_STEPS:])), median(number_s))
+
+
+def _window_s(gossip: FragmentGossip, window: int) -> float:
+    """Return the core-seconds for each parameter of closing a window and merging it with an equal one of a partner."""
+    began, parameters = time.process_time(), 0
+    for one in gossip.fragments:
+        live = one.live
+        live.steps, live.tokens, live.lr_sum = live.steps + 1, live.tokens + 1, live.lr_sum + 1.0
+        closed = finish(gossip.program(jobs.CloseWindow(one.index, window + 1)))
+        assert isinstance(closed, jobs.WindowClosed)
+        partner = jobs.Contribution(PeerId("B"), closed.tokens, closed.lr_sum, closed.layout, closed.blob)
+        finish(gossip.program(jobs.Merge(one.index, closed.seq, (partner,))))
+        parameters += live.fragment.parameters
+    return (time.process_time() - began) / parameters

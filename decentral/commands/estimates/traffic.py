@@ -33,6 +33,8 @@ PULL_BYTES_PER_S = 74e6
 NUMBERS_PER_S = (708e6, 618e6, 704e6)
 # How many numbers a core copies per second, from the weights when a window closes, and when it adds the correction.
 COPIED_NUMBERS_PER_S = 700e6
+# Core-seconds for each parameter of a window that is closed and merged with one partner's window, at these rates.
+NUMBER_S = 1 / NUMBERS_PER_S[0] + 1 / NUMBERS_PER_S[1] + 2 / COPIED_NUMBERS_PER_S
 LOOPBACK_RATE = 180e6  # bytes/s of a stream between two processes of one machine (docs/results/benchmarks.md)
 ROUNDS = 4  # windows that depend on other peers' windows, and rates on shared links, are computed in so many iterations
 
@@ -44,6 +46,7 @@ class Gossiper:
     step_s: float
     cores: float | None  # number of cores that training keeps busy; None: the processor does not limit gossip
     idle_cores: float = 0.0
+    slower: float = 1.0  # processor time of a window's computation over that at the rates of NUMBERS_PER_S
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,12 +156,12 @@ def _cores_times(
     """Return the window length at which gossip's processor time is within its share, by `GossipCost.windows`' rule."""
     if peer.cores is None:
         return 1
-    cost_s = sum(_window_cost_s(cut.parameters, code, partners, holders) for cut in held)
+    cost_s = sum(_window_cost_s(cut.parameters, code, partners, holders, peer.slower) for cut in held)
     cores = gossip.core_share * peer.cores + IDLE_SHARE * peer.idle_cores
     return Stretch().fit(cost_s / (ease * cores * gossip.window_s))
 
 
-def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> float:
+def _window_cost_s(parameters: int, code: str, partners: int, holders: int, slower: float) -> float:
     """Return the core-seconds of one window of a fragment: kernels, copies, and pulls from `partners` partners.
 
     The peer also answers as many pulls as it sends. PULL_S includes both sides of a pull.
@@ -166,7 +169,9 @@ def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> f
     close, merge, encode = NUMBERS_PER_S
     whole = 1 / _every(code, parameters, partners, holders)
     kernels_s = parameters * (1 / close + partners / merge + whole / encode + 2 / COPIED_NUMBERS_PER_S)
-    return kernels_s + partners * (PULL_S + _answer_bytes(code, parameters, partners, holders) / PULL_BYTES_PER_S)
+    return slower * kernels_s + partners * (
+        PULL_S + _answer_bytes(code, parameters, partners, holders) / PULL_BYTES_PER_S
+    )
 
 
 def _every(code: str, parameters: int, partners: int, holders: int) -> int:

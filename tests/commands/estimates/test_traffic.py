@@ -48,6 +48,11 @@ def test_a_busy_processor_lengthens_windows() -> None:
     assert busy.period_s[0] > idle.period_s[0]
 
 
+def test_windows_are_the_longer_the_more_their_computation_costs_this_machine() -> None:
+    periods = [predicted("2x4090 lab", [Gossiper(0.01, 1.0, slower=times)] * 2).period_s[0] for times in (1.0, 4.0)]
+    assert periods[0] < periods[1] <= 4 * periods[0]
+
+
 def test_no_place_sends_more_than_its_link_carries() -> None:
     found = predicted("4x4090 home:5/50, 4xA100 oregon", [Gossiper(0.01, None)] * 8)
     assert found.sent_NN[:4, 4:].sum() <= 5 * MBIT * 1.001
