@@ -31,8 +31,9 @@ from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.swarm_size import key_of
 from decentral.scheduler.placement import recover
 from decentral.scheduler.placement.cold_copies import ColdCopies
+from decentral.scheduler.placement.evaluate import SwarmPlan
 from decentral.scheduler.placement.move import MoveEffect, MovePhase, SpanMove
-from decentral.scheduler.placement.plans import KnownPlan, SwarmPlan, SwarmPlans
+from decentral.scheduler.placement.plans import KnownPlan, SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.host import Pace
 from decentral.sim.invariants.evidence import Violation
