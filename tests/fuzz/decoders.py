@@ -219,7 +219,7 @@ def contribution(data: bytes) -> None:
     """A partner's window, whole: its sections are those of the fragment, whatever its bytes are."""
     rule, layout = _rule(ALGORITHMS[_choice(data, len(ALGORITHMS))])
     one = Contribution(PeerId("B"), 64, 0.5, layout, data[1:])
-    rule.fits(one, layout)
+    gossip_jobs.require_layout(one, rule.sections, layout)
     for vector in rule.read(one).vectors.values():
         assert torch.isfinite(vector).all()
 
@@ -447,7 +447,7 @@ DECODERS: dict[str, Decoder] = {
     "contribution": Decoder(
         contribution,
         (
-            "comm.gossip.update_rules.fits",
+            "engine.gossip_jobs.require_layout",
             "comm.gossip.update_rules.read",
             "comm.rounds.synchronous_rule.check",
         ),
