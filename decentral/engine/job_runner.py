@@ -176,7 +176,7 @@ class JobRunner(ABC):
             case jobs.ImportState():
                 return self._import(job)
             case jobs.ChangeSpan():
-                return self._change_span(job)
+                return change_span(job, self.span, self.retained, self.counters)
             case jobs.ExportRetained(fragment):
                 return self._export_retained(fragment)
             case jobs.KeepCopy():
@@ -217,10 +217,6 @@ class JobRunner(ABC):
         self.gossip.start(donated)
         self.counters.follow(job.step, exactly=self.synchronous)
         return jobs.StateImported(True)
-
-    def _change_span(self, job: jobs.ChangeSpan) -> Program:
-        yield Phase.HELD
-        return change_span(job, self.span, self.retained, self.counters)
 
     def _export_retained(self, fragment: int) -> Program:
         yield Phase.BESIDE
