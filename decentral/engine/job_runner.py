@@ -203,8 +203,32 @@ class JobRunner(ABC):
                 return jobs.ClockSet(self.lr_step)
             case jobs.Start(newcomer):
                 return self._start(newcomer)
-            case _:
-                return self._execute(job)
+        stages = self.span.stages  # only for jobs of routed training, since its first use allocates sums of gradients
+        match job:
+            case jobs.Draw():
+                number = self.numbers.take(self.counters.micro_batches)
+                self.counters.micro_batches = max(self.counters.micro_batches, self.numbers.least)
+                return self._draw(job, number, number if self.synchronous else self.numbers.name(number))
+            case jobs.Forward():
+                return stages.forward(job)
+            case jobs.Backward():
+                return stages.backward(job)
+            case jobs.Compare():
+                return stages.compare(job)
+            case jobs.Forget(executions):
+                return stages.forget(executions)
+            case jobs.Seal(ready, then, slot):
+                sealed = stages.seal(slot)
+                if then is None or not sealed.sound or set(sealed.executions) != set(ready):
+                    return sealed
+                return replace(self._apply(then), executions=sealed.executions)
+            case jobs.Drop(slot):
+                return stages.drop(slot)
+            case jobs.Undo():
+                return stages.undo(job)
+            case jobs.Apply():
+                return self._apply(job)
+        raise AssertionError(f"{type(self).__name__} cannot carry out {job!r}")
 
     def _import(self, job: jobs.ImportState) -> Program:
         """Return the program that adopts all states of the job, or no state if any state is invalid."""
@@ -236,35 +260,6 @@ class JobRunner(ABC):
         if (fragment, step) in self.retained_states():  # else a change of span has written a newer state
             self.retained.forget([fragment])
         return jobs.CopyKept(fragment, self.retained_states())
-
-    def _execute(self, job: jobs.Job) -> jobs.Outcome:
-        """Carry out a job of routed training, and return its outcome. Raises AssertionError for any other job."""
-        stages = self.span.stages
-        match job:
-            case jobs.Draw():
-                number = self.numbers.take(self.counters.micro_batches)
-                self.counters.micro_batches = max(self.counters.micro_batches, self.numbers.least)
-                return self._draw(job, number, number if self.synchronous else self.numbers.name(number))
-            case jobs.Forward():
-                return stages.forward(job)
-            case jobs.Backward():
-                return stages.backward(job)
-            case jobs.Compare():
-                return stages.compare(job)
-            case jobs.Forget(executions):
-                return stages.forget(executions)
-            case jobs.Seal(ready, then, slot):
-                sealed = stages.seal(slot)
-                if then is None or not sealed.sound or set(sealed.executions) != set(ready):
-                    return sealed
-                return replace(self._apply(then), executions=sealed.executions)
-            case jobs.Drop(slot):
-                return stages.drop(slot)
-            case jobs.Undo():
-                return stages.undo(job)
-            case jobs.Apply():
-                return self._apply(job)
-        raise AssertionError(f"{type(self).__name__} cannot carry out {job!r}")
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)
