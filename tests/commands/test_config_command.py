@@ -9,7 +9,7 @@ from decentral.core import own_yaml
 from decentral.core.config import Config, load
 
 RUNS_OWN = (  # section and key that no user sets: a folder's config.json has it, or the run's first peer makes it
-    *[("model", key) for key in ("rope_scaling", "positions", "block", "weights")],
+    *[("model", key) for key in ("rope_scaling", "positions", "block", "head_channels", "norm_eps", "weights")],
     ("data", "tokenizer_digest"),
 )
 

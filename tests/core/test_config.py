@@ -191,7 +191,8 @@ def test_an_evaluation_has_about_as_many_tokens_for_any_context(context: int, se
 
 
 def test_what_a_run_fills_in_by_itself_is_no_key_of_users() -> None:
-    filled = {"model.rope_scaling", "model.positions", "model.block", "model.weights", "data.tokenizer_digest"}
+    of_folder = {f"model.{key}" for key in ("rope_scaling", "positions", "block", "head_channels", "norm_eps")}
+    filled = {*of_folder, "model.weights", "data.tokenizer_digest"}
     assert not filled & {key.path for key in keys_of(config.Config)}
 
 
