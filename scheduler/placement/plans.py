@@ -100,7 +100,7 @@ class Evaluation:
     number: int
     plans: tuple[SwarmPlan, ...]
     members: dict[PeerId, TrainingPeer]
-    change: str
+    change: str  # what has changed in the swarm, if the evaluation searches for a better plan
     searched: bool
 
 
@@ -124,7 +124,6 @@ class SearchSchedule:
     chance: Random
     at: Seconds | None = None  # when the next search is due; None if nothing has changed
     change: str = ""
-    led_by: str = ""
     _evaluated: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
     _latest: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
     _changed_at: Seconds = 0.0
@@ -324,9 +323,8 @@ class SwarmPlans:
         self._number += 1
         proposals = tuple(known.plan for known in self.known.values() if not known.plan.is_outdated(members))
         has_new, self._has_new = self._has_new, False
-        if searches or (has_new and self.search.at is None):
-            self.search.led_by = self.search.evaluated(members)
-        self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
+        change = self.search.evaluated(members) if searches or (has_new and self.search.at is None) else ""
+        self._evaluation = Evaluation(self._number, proposals, dict(members), change, searches)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
