@@ -27,9 +27,9 @@ from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
 from decentral.data import corpora
 from decentral.engine import measure
-from decentral.engine.inner import CLIP_NORM, FINAL_RATE
+from decentral.engine.inner import FINAL_RATE
 from decentral.engine.muon import product_dtype
-from decentral.engine.optimizers import BETA1, BETA2, WEIGHT_DECAY
+from decentral.engine.optimizers import BETA1, BETA2
 from decentral.model import decoder
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
@@ -97,7 +97,7 @@ def steps(
                 logits_BTV = forward(inputs_BT)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
             (loss / run.train.accumulate).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), run.train.clip_norm)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             with FastestOnCpu() if device.type == "cpu" else nullcontext():
                 optimizer.step()
@@ -115,13 +115,15 @@ def _optimizers(
     known = {id(p) for p in blocks}
     others = [p for p in model.parameters() if id(p) not in known]
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     rate = train.peak_rate
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(BETA1, BETA2), fused=True)]
     if blocks:
-        optimizers.append(torch.optim.Muon(blocks, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(
+            torch.optim.Muon(blocks, lr=rate, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _share(train, step)) for one in optimizers]
     return optimizers, schedules
 

@@ -31,7 +31,6 @@ from benchmarks.bare_loop import FastestOnCpu
 from benchmarks.finetune_base import CPU, PEER_HEADERS
 from decentral.core import config, rng
 from decentral.data import corpora
-from decentral.engine.inner import CLIP_NORM
 from decentral.engine.optimizers import BETA1, BETA2
 from decentral.engine.step import Chain, held_out_loss
 from decentral.model import decoder
@@ -73,7 +72,7 @@ class Replica:
             if task.optimizer == "muon"
             else torch.optim.AdamW(weights, betas=(BETA1, BETA2), weight_decay=decay, fused=True)
         )
-        self.weights = weights
+        self.weights, self.clip_norm = weights, run.train.clip_norm
 
     def backward(self, sequences: int) -> float:
         inputs_BT, targets_BT = self.corpus.micro_batch(self.draw, sequences)
@@ -82,7 +81,7 @@ class Replica:
         return float(loss.detach())
 
     def step(self, rate: float) -> None:
-        nn.utils.clip_grad_norm_(self.weights, CLIP_NORM)
+        nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with FastestOnCpu():

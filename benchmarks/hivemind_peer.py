@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from decentral.core import config, rng
 from decentral.data import corpora
-from decentral.engine.optimizers import BETA1, BETA2, WEIGHT_DECAY
+from decentral.engine.optimizers import BETA1, BETA2
 from decentral.engine.step import Chain, Device, held_out_loss
 from decentral.model import decoder
 
@@ -211,7 +211,7 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
 
 
 def _adamw(train: config.TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=(BETA1, BETA2), weight_decay=WEIGHT_DECAY)
+    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=(BETA1, BETA2), weight_decay=train.weight_decay)
 
 
 def _arguments() -> argparse.Namespace:

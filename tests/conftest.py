@@ -12,7 +12,6 @@ from decentral.comm.codecs import blockwise
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.data import corpora
-from decentral.engine import inner
 from decentral.engine.compute import ComputeSetup
 from decentral.engine.step import Device
 from tests.commands.peer_processes import Peers
@@ -36,12 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
-
-
-@pytest.fixture
-def unclipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient is clipped: routes clip each fragment alone, and one process clips the whole model."""
-    monkeypatch.setattr(inner, "CLIP_NORM", 1e9)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.test_rooms import MODULES
 FILE_LINES = 450
 FUNCTION_LINES = 60
 TIES = {  # of the whole product, at most; none of these numbers may grow
-    "attributes of other objects that are assigned": 57,
+    "attributes of other objects that are assigned": 55,
     "arguments with a star": 36,
     "uses of Any": 61,
     "fields that are functions": 20,

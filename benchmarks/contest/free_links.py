@@ -26,7 +26,7 @@ from benchmarks.contest.runner import GRID_S
 from decentral.core import config
 from decentral.data import corpora
 from decentral.data.source import Reading
-from decentral.engine.inner import CLIP_NORM, rate_at
+from decentral.engine.inner import rate_at
 from decentral.engine.step import Chain, Device, held_out_loss
 from decentral.model import decoder
 
@@ -64,7 +64,7 @@ def trained(throttles: Sequence[float], rate: float, seed: int, seconds: float) 
         for parameter in parameters:
             assert parameter.grad is not None, "every parameter takes part"
             parameter.grad /= len(ready)
-        nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+        nn.utils.clip_grad_norm_(parameters, run.train.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(run.train, step - 1, step - 1)
         optimizer.step()

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from decentral.core import config
 from decentral.engine.muon import muon_step
-from decentral.engine.optimizers import BETA1, BETA2, EPSILON, WEIGHT_DECAY
+from decentral.engine.optimizers import BETA1, BETA2, EPSILON
 
 Group = dict[str, Any]
 
@@ -29,8 +29,8 @@ def groups(layers: Sequence[nn.Module], train: config.TrainConfig) -> list[Group
             inner = train.optimizer == "muon" and 0 < number < len(layers) - 1 and parameter.ndim == 2
             (gains if parameter.ndim < 2 else blocks if inner else matrices).append(parameter)
     found = [
-        {"params": blocks, "muon": True, "weight_decay": WEIGHT_DECAY},
-        {"params": matrices, "muon": False, "weight_decay": WEIGHT_DECAY},
+        {"params": blocks, "muon": True, "weight_decay": train.weight_decay},
+        {"params": matrices, "muon": False, "weight_decay": train.weight_decay},
         {"params": gains, "muon": False, "weight_decay": 0.0},
     ]
     return [group for group in found if group["params"]]

@@ -23,7 +23,7 @@ from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
 from decentral.data import corpora
 from decentral.data.source import Reading
-from decentral.engine.inner import CLIP_NORM, rate_at
+from decentral.engine.inner import rate_at
 from decentral.model import decoder
 
 LINE_S = 1.0
@@ -98,7 +98,7 @@ class Trainee:
         return float(loss.detach())
 
     def clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        nn.utils.clip_grad_norm_(self.parameters, self.run.train.clip_norm)
 
     def rate(self) -> float:
         """The learning rate of the next step."""

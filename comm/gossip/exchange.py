@@ -205,7 +205,7 @@ class PullExchange:
 
         False before the first window is closed, and if no section has a choice of codecs.
         """
-        return self._sizes.dense > 0 and self.context.view.is_thin(self.context.fragment, self._sizes.dense)
+        return self._sizes.dense > 0 and self.context.lengths.is_thin(self.context.fragment, self._sizes.dense)
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, layout_bytes(closed.on_request)

@@ -1,6 +1,6 @@
 """The store of published snapshots, answers to pulls, and bounds on claimed tokens: parts of comm/gossip/exchange.py.
 
-FragmentContext, GossipView     what the machine gets from the node: the times of closes, and facts about other peers
+FragmentContext                 what the machine gets from the node: a view of other peers, and the times of closes
 describe, check                 the header of our snapshot; the reason to refuse a partner's snapshot
 SnapshotStore                   our latest snapshots, from which partners pull
 TokenClaims                     bounds on the tokens that partners claim, by their published speed
@@ -60,6 +60,10 @@ class GossipView(Protocol):
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """Return the longest time in seconds that a transfer of `size` bytes from a peer may take."""
 
+
+class WindowTimes(Protocol):
+    """Interface that says how long this peer's windows are; `WindowLengths` implements it."""
+
     def window_s(self) -> Seconds:
         """Return the length in seconds of the shortest windows; peers on slow links have longer windows."""
 
@@ -72,7 +76,7 @@ class GossipView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FragmentContext:
-    """The fixed values of one fragment's exchange machine, and the machine's view of the swarm."""
+    """The fixed values of one fragment's exchange machine, the machine's view of the swarm, and its windows' times."""
 
     run: RunId
     peer: PeerId
@@ -80,6 +84,7 @@ class FragmentContext:
     phase: float  # shift of all closes of the fragment, as a multiple of the shortest window; equal on all peers
     gossip: GossipConfig
     view: GossipView
+    lengths: WindowTimes
     counts: ExchangeTotals = field(default_factory=ExchangeTotals)
     # Unix time at which this peer restored a checkpoint. Older snapshots are refused: the checkpoint may include them.
     restored_at: Seconds = 0.0
@@ -87,7 +92,7 @@ class FragmentContext:
 
     def period_s(self, size: int) -> Seconds:
         """Return the seconds between two closes of the fragment, with snapshots of `size` bytes."""
-        return self.view.period_s(self.fragment, size)
+        return self.lengths.period_s(self.fragment, size)
 
     def next_close(self, now: Seconds, size: int) -> Seconds:
         """Return when the fragment's next window ends (Unix time, after `now`), with snapshots of `size` bytes.
@@ -97,7 +102,7 @@ class FragmentContext:
         small fraction of the period. If a period is as long as several of the shortest windows, different fragments
         close at the ends of different windows. Peers with shorter windows also close when peers with longer windows do.
         """
-        period_s, window_s = self.period_s(size), self.view.window_s()
+        period_s, window_s = self.period_s(size), self.lengths.window_s()
         turn = self.fragment % max(1, round(period_s / window_s))
         offset = window_s * (turn + self.phase)
         end = ((now - offset) // period_s + 1) * period_s + offset

@@ -17,11 +17,9 @@ from decentral.comm.codecs.sections import Codecs, Packer, unpack
 from decentral.comm.gossip.outer_kernels import OuterKernels
 from decentral.core.choices import ALGORITHMS, load
 from decentral.core.config import GossipConfig
-from decentral.core.errors import ProtocolError
-from decentral.core.fragments import Layout, Section, layout_bytes
+from decentral.core.fragments import Layout, Section
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, PartnerWork
-from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
 
 SLICES = 32  # a vector on request has at most this many slices: in int8 one has half the bytes of a sparse window
@@ -144,7 +142,7 @@ class UpdateRule:
         """Pack these sections of `on_request`; call it between a window's close and its merge."""
 
     def read(self, one: Contribution) -> Parts:
-        """Return a partner's window, decoded; its layout must have been checked with `fits`.
+        """Return a partner's window, decoded; its layout must have been checked (`gossip_jobs.require_layout`).
 
         Raises:
             ProtocolError: If a codec or `check` refuses the window.
@@ -211,20 +209,6 @@ class UpdateRule:
         """
         live.theta.copy_(donated["theta"])
         self.load(live.theta, {})
-
-    def fits(self, one: Contribution, allowed: Layout) -> None:
-        """Check the layout of a partner's window.
-
-        Raises:
-            ProtocolError: If a section is not in `allowed`, comes twice or is missing, or if the sections' sizes do
-                not add up to the size of the blob.
-        """
-        names = [section.name for section in one.layout]
-        if not set(one.layout) <= set(allowed) or not set(self.sections) <= set(names) or len(set(names)) < len(names):
-            raise ProtocolError(Reason.SHAPE, "expected this run's sections, each once; a name, codec or size differs")
-        if len(one.blob) != layout_bytes(one.layout):
-            expected = f"expected a blob of {layout_bytes(one.layout)} bytes, as its sections say"
-            raise ProtocolError(Reason.SHAPE, f"{expected}; got {len(one.blob)} bytes")
 
 
 def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> Layout:

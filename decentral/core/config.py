@@ -57,7 +57,7 @@ RETIRED_KEYS: dict[str, dict[str, float | str]] = {
     "data": {"token_bytes": 2},  # a file shows its width
     "train": {
         **{"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
-        **{"weight_decay": 0.1, "clip_norm": 1.0, "eval_sequences": 64},
+        "eval_sequences": 64,
         "dtype": "auto",  # the device's own: bfloat16 if it has units for that
     },
     "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3, "max_age_s": 60.0},
@@ -154,6 +154,10 @@ class TrainConfig(Strict):
     """Steps at the beginning of the run in which the learning rate rises linearly. Unit: steps."""
     total_steps: Large | None = None
     """Step until which the learning rate falls linearly to a tenth; null: the rate stays constant. Unit: steps."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
+    """Decoupled weight decay: a step shrinks the weights by this value times the learning rate. Unit: factor."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest norm of a gradient: of the whole model, or of a fragment in routed training. Unit: L2 norm."""
     compile: bool = False
     """Compile the layers with torch.compile, on CUDA and XPU only."""
     eval_every_s: Interval = 15.0

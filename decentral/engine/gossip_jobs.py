@@ -18,7 +18,7 @@ from decentral.comm.gossip import update_rules
 from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import Layout
+from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
@@ -126,15 +126,30 @@ class GossipedFragment:
         return correction is not None
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
-        """Return the contributions that pass the rule's checks, and (partner, reason) for each refused contribution."""
+        """Return the contributions that pass the checks, and (partner, reason) for each refused contribution."""
         parts, rejected = [], []
         for one in contributions:
             try:
-                self.rule.fits(one, (*self.layout, *self.codings, *self.on_request))
+                require_layout(one, self.rule.sections, (*self.layout, *self.codings, *self.on_request))
                 parts.append(self.rule.read(one))
             except ProtocolError as error:
                 rejected.append((one.peer, error.reason))
         return parts, rejected
+
+
+def require_layout(one: jobs.Contribution, required: Collection[str], allowed: Layout) -> None:
+    """Check the layout of a partner's window.
+
+    Raises:
+        ProtocolError: If a section is not in `allowed` or comes twice, a section named in `required` is missing, or the
+            sections' sizes do not add up to the size of the blob.
+    """
+    names = [section.name for section in one.layout]
+    if not set(one.layout) <= set(allowed) or not set(required) <= set(names) or len(set(names)) < len(names):
+        raise ProtocolError(Reason.SHAPE, "expected this run's sections, each once; a name, codec or size differs")
+    if len(one.blob) != layout_bytes(one.layout):
+        expected = f"expected a blob of {layout_bytes(one.layout)} bytes, as its sections say"
+        raise ProtocolError(Reason.SHAPE, f"{expected}; got {len(one.blob)} bytes")
 
 
 def unpacked(
@@ -167,7 +182,10 @@ class FragmentGossip:
         self.tools, self.gossip, self.peer = tools, gossip, peer
         self.merging: set[int] = set()  # fragments whose merges must end before training continues
         self.steps_to_edge: Callable[[], int] = lambda: 0
-        """Returns how many more steps training takes before it applies a correction that is computed now."""
+        """Returns how many more steps training takes before it applies a correction that is computed now.
+
+        `Compute.run` sets it: 0 while training takes no steps, else 1.
+        """
 
         self._by_index: dict[int, GossipedFragment] = {}
 

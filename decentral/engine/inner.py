@@ -12,7 +12,6 @@ from decentral.engine.fragment import Live
 from decentral.engine.optimizers import Operands, StretchOptimizer, round_stochastically
 
 AT_ONCE_ELEMENTS = 1 << 24  # on a CPU, the gradients of larger models are freed fragment by fragment during a step
-CLIP_NORM = 1.0  # largest L2 norm of a gradient: of the whole model or, in routed training, of a fragment
 FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train.total_steps`
 
 
@@ -123,7 +122,7 @@ class Inner:
             live.zero_grad()
 
     def clip(self) -> Tensor:
-        """Scale the gradient of all fragments together, in place, to a norm of at most CLIP_NORM.
+        """Scale the gradient of all fragments together, in place, to a norm of at most `train.clip_norm`.
 
         Returns:
             The norm before scaling, a scalar on the device, for which the host of a GPU does not wait. It is not finite
@@ -131,7 +130,7 @@ class Inner:
         """
         gradients = [gradient for live in self.lives for gradient in live.gradients()]
         norm = self._norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
-        scale = CLIP_NORM / (norm + 1e-6)
+        scale = self.train.clip_norm / (norm + 1e-6)
         if norm.device.type != "cpu":
             torch._foreach_mul_(gradients, scale.clamp(max=1.0))
         elif scale < 1:
@@ -182,7 +181,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
     norm = _norm(gradient)
     if not torch.isfinite(norm):
         return False
-    gradient *= (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
+    gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
     step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
     live.count(tokens, rate)

@@ -176,7 +176,7 @@ class JobRunner(ABC):
             case jobs.ImportState():
                 return self._import(job)
             case jobs.ChangeSpan():
-                return self._change_span(job)
+                return change_span(job, self.span, self.retained, self.counters)
             case jobs.ExportRetained(fragment):
                 return self._export_retained(fragment)
             case jobs.KeepCopy():
@@ -203,47 +203,7 @@ class JobRunner(ABC):
                 return jobs.ClockSet(self.lr_step)
             case jobs.Start(newcomer):
                 return self._start(newcomer)
-            case _:
-                return self._execute(job)
-
-    def _import(self, job: jobs.ImportState) -> Program:
-        """Return the program that adopts all states of the job, or no state if any state is invalid."""
-        yield Phase.BESIDE
-        try:
-            donated = self.gossip.decoded(job.blobs)
-        except ProtocolError as error:
-            return jobs.StateImported(False, error.reason)
-        yield Phase.HELD
-        self.gossip.start(donated)
-        self.counters.follow(job.step, exactly=self.synchronous)
-        return jobs.StateImported(True)
-
-    def _change_span(self, job: jobs.ChangeSpan) -> Program:
-        yield Phase.HELD
-        return change_span(job, self.span, self.retained, self.counters)
-
-    def _export_retained(self, fragment: int) -> Program:
-        yield Phase.BESIDE
-        step, layout, blob = self.retained.read(fragment) or (0, (), b"")
-        return jobs.RetainedExported(fragment, step, layout, blob)
-
-    def _keep_copy(self, job: jobs.KeepCopy) -> Program:
-        yield Phase.BESIDE
-        try:
-            self.retained.write_copy((job.fragment, job.layout, job.blob), job.step)
-        except OSError as error:
-            return jobs.CopyKept(job.fragment, self.retained_states(), f"{type(error).__name__}: {error}")
-        return jobs.CopyKept(job.fragment, self.retained_states())
-
-    def _drop_copy(self, fragment: int, step: int) -> Program:
-        yield Phase.BESIDE
-        if (fragment, step) in self.retained_states():  # else a change of span has written a newer state
-            self.retained.forget([fragment])
-        return jobs.CopyKept(fragment, self.retained_states())
-
-    def _execute(self, job: jobs.Job) -> jobs.Outcome:
-        """Carry out a job of routed training, and return its outcome. Raises AssertionError for any other job."""
-        stages = self.span.stages
+        stages = self.span.stages  # only for jobs of routed training, since its first use allocates sums of gradients
         match job:
             case jobs.Draw():
                 number = self.numbers.take(self.counters.micro_batches)
@@ -269,6 +229,37 @@ class JobRunner(ABC):
             case jobs.Apply():
                 return self._apply(job)
         raise AssertionError(f"{type(self).__name__} cannot carry out {job!r}")
+
+    def _import(self, job: jobs.ImportState) -> Program:
+        """Return the program that adopts all states of the job, or no state if any state is invalid."""
+        yield Phase.BESIDE
+        try:
+            donated = self.gossip.decoded(job.blobs)
+        except ProtocolError as error:
+            return jobs.StateImported(False, error.reason)
+        yield Phase.HELD
+        self.gossip.start(donated)
+        self.counters.follow(job.step, exactly=self.synchronous)
+        return jobs.StateImported(True)
+
+    def _export_retained(self, fragment: int) -> Program:
+        yield Phase.BESIDE
+        step, layout, blob = self.retained.read(fragment) or (0, (), b"")
+        return jobs.RetainedExported(fragment, step, layout, blob)
+
+    def _keep_copy(self, job: jobs.KeepCopy) -> Program:
+        yield Phase.BESIDE
+        try:
+            self.retained.write_copy((job.fragment, job.layout, job.blob), job.step)
+        except OSError as error:
+            return jobs.CopyKept(job.fragment, self.retained_states(), f"{type(error).__name__}: {error}")
+        return jobs.CopyKept(job.fragment, self.retained_states())
+
+    def _drop_copy(self, fragment: int, step: int) -> Program:
+        yield Phase.BESIDE
+        if (fragment, step) in self.retained_states():  # else a change of span has written a newer state
+            self.retained.forget([fragment])
+        return jobs.CopyKept(fragment, self.retained_states())
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)

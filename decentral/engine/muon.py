@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import TrainConfig
-from decentral.engine.optimizers import WEIGHT_DECAY, Operands, views
+from decentral.engine.optimizers import Operands, views
 
 MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one Newton-Schulz iteration, as in Jordan's post and torch
@@ -53,7 +53,7 @@ class Muon:
 
     def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
         """Take a Muon step, unless `void`: change the weights and momenta in `operands` in place."""
-        muon_step(operands.weights, operands.gradients, operands.first, rate, WEIGHT_DECAY, void)
+        muon_step(operands.weights, operands.gradients, operands.first, rate, self.train.weight_decay, void)
 
 
 def muon_step(

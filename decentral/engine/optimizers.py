@@ -23,7 +23,6 @@ from decentral.core.errors import UserError
 BLOCK = 256  # an 8-bit moment has one scale for each block of this many numbers, as bitsandbytes' kernels expect
 BETA1, BETA2 = 0.9, 0.95
 EPSILON = 1e-8
-WEIGHT_DECAY = 0.1  # a step shrinks the weights by this times the learning rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ class OptimizerState:
         cut = sum(shape.numel() for shape in blocks)
         end = cut + matrices
         in_bytes = train.moments == "int8" and matrices > 0
-        wide = [(end, end + gains, 0.0)] if in_bytes else [(cut, end, WEIGHT_DECAY), (end, end + gains, 0.0)]
+        wide = [(end, end + gains, 0.0)] if in_bytes else [(cut, end, train.weight_decay), (end, end + gains, 0.0)]
         kept = sum(stop - begin for begin, stop, _ in wide)
         self.exp_avg, self.exp_avg_sq = zeros(cut + kept, device), zeros(kept, device)
         self.tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -200,7 +199,7 @@ class OptimizerState:
         moments, scales = (
             (self.tensors["exp_avg" + kind], self.tensors["exp_avg_sq" + kind]) for kind in ("_int8", "_scales")
         )
-        return AdamW8bit(begin, end, WEIGHT_DECAY, moments, scales, (tables[0], tables[1]), kernels)
+        return AdamW8bit(begin, end, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
 
 
 def zeros(elements: int, device: torch.device) -> Tensor:

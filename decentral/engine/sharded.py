@@ -29,7 +29,7 @@ from decentral.engine import accelerator, tensor_parallel
 from decentral.engine.fragment import Arrive, CopyMemory, Live, fragments_of
 from decentral.engine.inner import Inner
 from decentral.engine.muon import MOMENTUM, Muon, muon_step, scratch
-from decentral.engine.optimizers import WEIGHT_DECAY, Operands, OptimizerState, round_stochastically, views
+from decentral.engine.optimizers import Operands, OptimizerState, round_stochastically, views
 from decentral.engine.shards import Cut, Division, MatrixExchange, Order, Shards, Slot
 from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
@@ -264,7 +264,7 @@ class ShardedMuon:
         if wholes:
             muon_step(updates, wholes, wholes, rate, 0.0)
             scratch.free()
-        torch._foreach_mul_(operands.weights, 1 - rate * WEIGHT_DECAY)
+        torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
         torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
 
 

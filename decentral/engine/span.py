@@ -23,6 +23,7 @@ from decentral.engine.gossip_jobs import FragmentGossip, unpacked
 from decentral.engine.inner import Inner
 from decentral.engine.stage_runner import StageRunner
 from decentral.engine.step import Chain, Counters, Device, ModelForward
+from decentral.engine.threads import Phase, Program
 from decentral.model import decoder
 from decentral.model.start_weights import StartWeightsError
 
@@ -228,8 +229,8 @@ class HeldSpan(Protocol):
         """Return, for each fragment of the whole model, the layout of the state that peers send to each other."""
 
 
-def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> jobs.SpanChanged:
-    """Replace the held layers by the job's layers. No micro-batch may be waiting for its backward pass.
+def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> Program:
+    """Return the program that replaces the held layers. No micro-batch may be waiting for its backward pass.
 
     A new fragment gets the job's state; if the job has none, the state retained on disk; if the disk has none, initial
     weights. Merges ignore the new fragment's next update, since its optimizer moments are fresh. States of fragments
@@ -242,8 +243,9 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
         counters: The peer's counters. If the job's learning-rate step is larger, it replaces the peer's.
 
     Returns:
-        The outcome. If the change is refused, the outcome has the reason, and the peer still holds its old layers.
+        The program. If it refuses the change, its outcome has the reason, and the peer still holds its old layers.
     """
+    yield Phase.HELD
     held, layouts = span.fragments, dict(enumerate(span.all_state_layouts()))
     gained = [cut.index for cut in span.cuts if job.first <= cut.first < job.last and cut not in held]
     lost = [cut.index for cut in held if not job.first <= cut.first < job.last]

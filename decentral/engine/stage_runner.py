@@ -12,7 +12,7 @@ peer computes.
 Start reading at `StageRunner.forward`. Gradients are those of the sum of the tokens' losses, not of the mean. So the
 gradients of micro-batches of any size can be added; each fragment then divides the sum by the number of tokens that
 passed through it. Masked targets, which the loss ignores, are not counted. The gradient of each fragment is clipped
-alone to CLIP_NORM (inner.py), since no peer knows the norm over the layers of other peers.
+alone to `train.clip_norm`, since no peer knows the norm over the layers of other peers.
 
 Shapes: B sequences, T positions, D width, V vocabulary.
 """

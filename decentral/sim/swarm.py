@@ -33,8 +33,9 @@ from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.scheduler.placement import claim_span
+from decentral.scheduler.placement.evaluate import SwarmPlan, pack
 from decentral.scheduler.placement.move import MemoryBudget
-from decentral.scheduler.placement.plans import PLAN_S, SwarmPlan, pack
+from decentral.scheduler.placement.plans import PLAN_S
 from decentral.sim.host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.geography import SwarmGeography

@@ -83,7 +83,7 @@ def _exchanges(host: Host, now: Seconds) -> Values:
 
 
 def _window(host: Host, now: Seconds) -> Values:
-    return host.node.selection.window_s() * host.node.gossip.windows[0]
+    return host.node.selection.lengths.window_s() * host.node.gossip.windows[0]
 
 
 def _window_bound(host: Host, now: Seconds) -> Values:

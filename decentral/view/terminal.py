@@ -247,7 +247,7 @@ def _held_out(known: Evaluations, now: Seconds) -> str:
 def _windows(node: Node) -> str:
     """Return the present length of a gossip window and, if the window was lengthened, the reason."""
     count, bound = node.gossip.windows
-    return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
+    return f"{node.selection.lengths.window_s() * count:g} s" + (f" ({bound})" if bound else "")
 
 
 def _busy(node: Node) -> str:

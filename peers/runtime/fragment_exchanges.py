@@ -132,6 +132,7 @@ class FragmentExchanges:
             phase=(fragment.index + 1) / len(setup.cuts),
             gossip=setup.config.gossip,
             view=self.selection,
+            lengths=self.selection.lengths,
             counts=self.counts,
             restored_at=now if is_back and not known.blocking else 0.0,
             fresh_s=setup.start.times.max_age_s,

@@ -99,18 +99,6 @@ class PeerSelection:
         """Return the deadline in seconds for a transfer of `size` bytes from a peer, by the measured link."""
         return self.meter.deadline_s(peer, size)
 
-    def window_s(self) -> Seconds:
-        """Return the length in seconds of the shortest windows."""
-        return self.lengths.window_s()
-
-    def period_s(self, fragment: int, size: int) -> Seconds:
-        """Return the length in seconds of a fragment's windows if its snapshots have `size` bytes."""
-        return self.lengths.period_s(fragment, size)
-
-    def is_thin(self, fragment: int, size: int) -> bool:
-        """Return whether our uplink decides how long a fragment's windows are; its snapshots have `size` bytes."""
-        return self.lengths.is_thin(fragment, size)
-
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """Return a random sample of `count` peers, weighted by downlink; an unmeasured link counts as the fastest."""
         left, links = list(peers), self.meter.links

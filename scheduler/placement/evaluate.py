@@ -1,20 +1,28 @@
-"""Evaluate plans, and search for a better plan, with pure functions. See `evaluate_plans`.
+"""What a plan is (`SwarmPlan`), and what it is worth: evaluate plans and search for a better one (`evaluate_plans`).
 
 An evaluation takes milliseconds for a handful of peers and seconds for a hundred, so a host runs it in a thread. The
 evaluation uses the planner's cost model (scheduler/throughput/layer_costs.py), but with fragments in place of layers,
 and with the memory needs of engine/memory.py.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
 
+import msgpack
 import numpy as np
+from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
+from decentral.comm.wire.message_fields import Count, Digest, Index, Peer, Run, UnixTime
 from decentral.core.ids import PeerId
 from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
+from decentral.peers.membership import records
 from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, ROUND_S, SNAPSHOT_BYTES, LayerCosts
 from decentral.scheduler.throughput.link_limits import UNMEASURED_LINK, TokenLinks
 from decentral.scheduler.topology.arrays import Ints
@@ -25,8 +33,12 @@ HORIZON_S = 600.0  # a plan's worth is on how many tokens the swarm trains in th
 SEARCH_ROUNDS = 100_000  # a search has SEARCH_ROUNDS / (peers * fragments ** 2) rounds, which take about one second
 LEAST_ROUNDS = 10
 DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches
+MOST_PLANNED_SPANS = 4096
 MOST_PLANNED = 1024  # with more peers * fragments than this, no plans are made
 LEAST_TOKENS_PER_S = 1e-3  # assumed speed of a peer without a published speed, to avoid division by zero
+
+PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
+Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
 Spans = tuple[tuple[str, int, int], ...]
 """A plan: peer ids, each with the fragments [begin, end) that the peer should hold."""
@@ -49,6 +61,49 @@ class TrainingPeer:
     def has_trained(self) -> bool:
         """Return whether the peer's weights have taken a step, here or at the peer that sent them."""
         return self.lr_step > 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPlan:
+    """A proposal of which peer should hold which fragments."""
+
+    run: Run
+    time: UnixTime
+    topology: Digest  # digest of the measurements from which the plan was made
+    tokens_per_s: Figure  # speed of the whole swarm that the proposer expects, including the losses of moves
+    moves: Count
+    reason: PlanReason
+    # Each entry says that a peer should hold fragments [begin, end).
+    spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]
+    # For each entry of `spans`, when that peer's speed or memory had last changed, as the proposer knew.
+    changed: Annotated[tuple[UnixTime, ...], Field(max_length=MOST_PLANNED_SPANS)]
+
+    def is_outdated(self, members: Mapping[PeerId, TrainingPeer]) -> bool:
+        """Return whether the speed or memory of a peer of the plan has changed since the plan was made."""
+        made_from = {PeerId(peer): changed for (peer, _, _), changed in zip(self.spans, self.changed, strict=True)}
+        return any(members[peer].changed > made_from[peer] for peer in made_from.keys() & members.keys())
+
+    def digest(self) -> str:
+        """Return a digest of the whole plan, in hexadecimal."""
+        return hashlib.blake2b(pack(self), digest_size=16).hexdigest()
+
+
+_PLAN = TypeAdapter(SwarmPlan)
+
+
+def pack(plan: SwarmPlan) -> bytes:
+    """Return the bytes of a plan, which its proposer seals and stores in the DHT."""
+    body: bytes = msgpack.packb(dataclasses.asdict(plan))
+    return body
+
+
+def unpack(body: bytes) -> SwarmPlan:
+    """Return the plan in these bytes, which `pack` has made.
+
+    Raises:
+        ProtocolError: If the body is not a valid SwarmPlan.
+    """
+    return records.checked(_PLAN, body)
 
 
 @dataclass(frozen=True, slots=True)

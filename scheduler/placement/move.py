@@ -260,7 +260,7 @@ class SpanMove:
         if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
             return self._fail(Reason.DONORS, now)
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
-        return self._review(now)
+        return self._proceed(now)
 
     def abandon_unless_to(self, target: range, now: Seconds) -> list[MoveEffect]:
         """Abandon the move under way if it has another target, unless layers are changing or others rely on it."""
@@ -272,10 +272,10 @@ class SpanMove:
         """Handle an event of the move under way, or answer a lease request, and return the effects."""
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
-                return self._review(now)
+                return self._proceed(now)
             case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.phase is MovePhase.FETCHING:
                 effects = self.fetch.handle(event, now)
-                return [*effects, *(self._review(now) if self.fetch.complete else ())]
+                return [*effects, *(self._proceed(now) if self.fetch.complete else ())]
             case Answered(tag=LeaseTag() as tag) | AskFailed(tag=LeaseTag() as tag) if self._awaits(tag):
                 granted = isinstance(event, Answered) and isinstance(event.envelope.message, Done)
                 self.requests.answered(tag.fragment, event.peer if granted else None)
@@ -306,7 +306,7 @@ class SpanMove:
         )
         self.phase = phase
 
-    def _review(self, now: Seconds) -> list[MoveEffect]:
+    def _proceed(self, now: Seconds) -> list[MoveEffect]:
         self.wake_at = now + MOVE_RETRY_S
         if self.phase is MovePhase.DRAINING and now >= self._drain_until:
             return self._fail(Reason.LEGS, now)

@@ -4,7 +4,8 @@
     another's plan    --checked----------> evaluate ---------------better--> adopt
     adopted           --own span differs-> move (scheduler/placement/move.py), again while it fails
 
-`SwarmPlans` is the machine, `SwarmPlan` one proposal. Peers that hold the whole model are in no plan.
+`SwarmPlans` is the machine, `SearchSchedule` says when to search, and `SwarmPlan` (evaluate.py) is one proposal. Peers
+that hold the whole model are in no plan.
 
 **Figure of merit.** A plan is worth the number of tokens on which the swarm trains within HORIZON_S, including the time
 for moves. It is computed from the speeds, memories and links in the records (`tokens_ahead` in
@@ -21,25 +22,20 @@ in which a plan was proposed, then by the lower digest.
 **Age.** A plan says when the speed or memory of each of its peers had last changed (`SwarmPlan.changed`). Once
 one of these peers publishes a later change, the plan is not followed any more, and a search is due.
 
-**Search.** A peer searches for a better plan when the swarm has changed (scheduler/placement/search_schedule.py).
-While a layer has no holder, nothing is planned, as recovery takes it over (scheduler/placement/recover.py). If recovery
-is stuck, any plan in which all layers have holders is better than staying.
+**Search.** A peer searches for a better plan when the swarm has changed: a peer has joined or left, or says that its
+speed or memory has changed (`Profile.changed`). It first waits for a pause, so that measurements catch up, and for a
+random back-off, so that mostly one peer proposes a plan before others search. While a layer has no holder, nothing is
+planned, as recovery takes it over (scheduler/placement/recover.py). If recovery is stuck, a search is due soon, and any
+plan in which all layers have holders is better than staying.
 """
 
-import dataclasses
-import hashlib
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from random import Random
-from typing import Annotated, Protocol
-
-import msgpack
-from pydantic import AfterValidator, Field, Strict, TypeAdapter
+from typing import Protocol
 
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.message_fields import Count, Digest, Index, Peer, Run, UnixTime
 from decentral.comm.wire.messages import MAX_PLANS
 from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core import rng
@@ -48,21 +44,20 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import PlanLine
 from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
-from decentral.peers.membership import records
 from decentral.scheduler.placement.evaluate import (
     HORIZON_S,
     EvaluatePlans,
     PlansEvaluated,
     PlanTask,
     Spans,
+    SwarmPlan,
     TrainingPeer,
+    pack,
+    unpack,
 )
-from decentral.scheduler.placement.search_schedule import SearchSchedule
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
-MOST_PLANNED_SPANS = 4096
 SENIOR_S = HORIZON_S  # all proposers that have been in the roster for at least this long have equal rank
 PLAN_S = HORIZON_S  # plans older than this are dropped
 PLAN_LOOKUP_S = 4.0
@@ -74,52 +69,14 @@ JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most th
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-
-PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
-Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmPlan:
-    """A proposal of which peer should hold which fragments."""
-
-    run: Run
-    time: UnixTime
-    topology: Digest  # digest of the measurements from which the plan was made
-    tokens_per_s: Figure  # speed of the whole swarm that the proposer expects, including the losses of moves
-    moves: Count
-    reason: PlanReason
-    # Each entry says that a peer should hold fragments [begin, end).
-    spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]
-    # For each entry of `spans`, when that peer's speed or memory had last changed, as the proposer knew.
-    changed: Annotated[tuple[UnixTime, ...], Field(max_length=MOST_PLANNED_SPANS)]
-
-    def is_outdated(self, members: Mapping[PeerId, TrainingPeer]) -> bool:
-        """Return whether the speed or memory of a peer of the plan has changed since the plan was made."""
-        made_from = {PeerId(peer): changed for (peer, _, _), changed in zip(self.spans, self.changed, strict=True)}
-        return any(members[peer].changed > made_from[peer] for peer in made_from.keys() & members.keys())
-
-    def digest(self) -> str:
-        """Return a digest of the whole plan, in hexadecimal."""
-        return hashlib.blake2b(pack(self), digest_size=16).hexdigest()
-
-
-_PLAN = TypeAdapter(SwarmPlan)
-
-
-def pack(plan: SwarmPlan) -> bytes:
-    """Return the bytes of a plan, which its proposer seals and stores in the DHT."""
-    body: bytes = msgpack.packb(dataclasses.asdict(plan))
-    return body
-
-
-def unpack(body: bytes) -> SwarmPlan:
-    """Return the plan in these bytes, which `pack` has made.
-
-    Raises:
-        ProtocolError: If the body is not a valid SwarmPlan.
-    """
-    return records.checked(_PLAN, body)
+NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for its speed to be measured
+# After a peer has left, or changed its speed or memory, a search waits this long; a further change restarts the wait.
+PLAN_PAUSE_S = 3.0
+MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
+PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
+STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due at this interval
+REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
+STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 
 
 def key_of(run: RunId) -> str:
@@ -143,7 +100,7 @@ class Evaluation:
     number: int
     plans: tuple[SwarmPlan, ...]
     members: dict[PeerId, TrainingPeer]
-    change: str
+    change: str  # what has changed in the swarm, if the evaluation searches for a better plan
     searched: bool
 
 
@@ -158,6 +115,76 @@ class Judged:
     at: Seconds = 0.0
     first: bool = False
     took_s: Seconds = 0.0
+
+
+@dataclass(slots=True)
+class SearchSchedule:
+    """The schedule of one peer's searches for a better plan."""
+
+    chance: Random
+    at: Seconds | None = None  # when the next search is due; None if nothing has changed
+    change: str = ""
+    _evaluated: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
+    _latest: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
+    _changed_at: Seconds = 0.0
+    _backoff_s: Seconds = 0.0
+    _rest_until: Seconds = 0.0
+    _stuck_again_at: Seconds = 0.0
+
+    def is_due(self, now: Seconds) -> bool:
+        """Return whether a search is due."""
+        return self.at is not None and now >= self.at
+
+    def observe(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
+        """Schedule a search if the swarm has changed, or postpone a scheduled search if the swarm is still changing."""
+        before, self._latest = self._latest, dict(members)
+        if not self._evaluated:
+            self._evaluated = dict(members)
+        elif not self.change:
+            self._schedule(members, now)
+        elif self.at is not None:
+            same = before.keys() == members.keys()
+            if not same or any(_differ(before[peer], members[peer], STEADY_TIMES) for peer in before):
+                self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
+
+    def hasten(self, now: Seconds) -> None:
+        """Schedule a search soon, because recovery is stuck; do nothing if this happened within STUCK_AGAIN_S."""
+        if now < self._stuck_again_at:
+            return
+        self._stuck_again_at = now + STUCK_AGAIN_S
+        self.change = self.change or "layers without a holder"
+        due = now + PLAN_PAUSE_S + PLAN_BACKOFF_S * self.chance.random()
+        self.at = due if self.at is None else min(self.at, due)
+
+    def _schedule(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
+        known = self._evaluated
+        gone, come = known.keys() - members.keys(), members.keys() - known.keys()
+        both = known.keys() & members.keys()
+        other = [peer for peer in both if members[peer].changed > known[peer].changed]
+        if not gone and not come and (not other or now < self._rest_until):
+            return
+        parts = [(len(gone), "gone"), (len(come), "new"), (len(other), "faster or slower")]
+        self.change = ", ".join(f"{count} {word}" for count, word in parts if count)
+        self._changed_at = now
+        self._backoff_s = PLAN_BACKOFF_S * self.chance.random()
+        self.at = now + (PLAN_PAUSE_S if gone or other else NEWCOMER_PAUSE_S) + self._backoff_s
+
+    def evaluated(self, members: Mapping[PeerId, TrainingPeer]) -> str:
+        """Record that plans are being evaluated for this swarm, and return the change that caused the evaluation.
+
+        No search is due until the swarm changes again.
+        """
+        change, self.change = self.change, ""
+        self._evaluated, self.at = dict(members), None
+        return change
+
+    def adopted(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
+        """Cancel a scheduled search, because a plan for this swarm was adopted.
+
+        For REPLAN_REST_S, changes of speeds alone do not cause a new search.
+        """
+        self.evaluated(members)
+        self._rest_until = now + REPLAN_REST_S
 
 
 class RosterAges(Protocol):
@@ -296,9 +323,8 @@ class SwarmPlans:
         self._number += 1
         proposals = tuple(known.plan for known in self.known.values() if not known.plan.is_outdated(members))
         has_new, self._has_new = self._has_new, False
-        if searches or (has_new and self.search.at is None):
-            self.search.led_by = self.search.evaluated(members)
-        self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
+        change = self.search.evaluated(members) if searches or (has_new and self.search.at is None) else ""
+        self._evaluation = Evaluation(self._number, proposals, dict(members), change, searches)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
@@ -402,3 +428,9 @@ def _is_better(stay: float, proposed: float) -> bool:
 def is_cheaper(current: float, proposed: float) -> bool:
     """Return whether the cost `proposed` is lower than the cost `current` by more than the share MARGIN."""
     return proposed < current * (1 - MARGIN)
+
+
+def _differ(one: TrainingPeer, other: TrainingPeer, times: float) -> bool:
+    """Return whether the speeds or memory sizes of two peers differ by the factor `times` or more."""
+    pairs = [(one.tokens_per_s, other.tokens_per_s), (one.memory_bytes, other.memory_bytes)]
+    return any(not 1 / times < (a + 1e-9) / (b + 1e-9) < times for a, b in pairs)

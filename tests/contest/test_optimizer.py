@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
 from decentral.engine.fragment import Live, fragments_of
-from decentral.engine.inner import CLIP_NORM, Inner
+from decentral.engine.inner import Inner
 from decentral.engine.step import Chain
 from decentral.model import decoder
 
@@ -29,7 +29,7 @@ def test_three_steps_change_the_weights_as_our_optimizer_does(optimizer: str) ->
             Chain(layers).loss(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()  # type: ignore[no-untyped-call]
         inner.clip()
         inner.step_all(0.01, 32)
-        nn.utils.clip_grad_norm_(nn.Sequential(*theirs).parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(nn.Sequential(*theirs).parameters(), run.train.clip_norm)
         other.step()
     for mine, their in zip(nn.Sequential(*ours).parameters(), nn.Sequential(*theirs).parameters(), strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-6)

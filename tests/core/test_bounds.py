@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from decentral.comm.wire.messages import Message
 from decentral.peers.membership.records import PeerRecord
-from decentral.scheduler.placement.plans import SwarmPlan
+from decentral.scheduler.placement.evaluate import SwarmPlan
 from tests.core.bounds import unbounded
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.engine import inner as inner_module
 from decentral.engine.fragment import Live, fragments
-from decentral.engine.inner import CLIP_NORM, Inner, rate_at
-from decentral.engine.optimizers import BETA1, BETA2, WEIGHT_DECAY
+from decentral.engine.inner import Inner, rate_at
+from decentral.engine.optimizers import BETA1, BETA2
 from decentral.engine.step import Chain, Device, train_step
 from decentral.model import decoder
 
@@ -51,22 +51,24 @@ def whole(inner: Inner) -> Tensor:
 # AdamW
 
 
-def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
+@pytest.mark.parametrize("weight_decay", [0.1, 5.0])
+def test_flat_adamw_is_torchs_adamw_on_the_parameters(weight_decay: float) -> None:
     ours, theirs = decoder.build(MODEL, 0), nn.Sequential(*decoder.build(MODEL, 0))
-    inner = flat(ours)
+    train = TRAIN.model_copy(update={"weight_decay": weight_decay})
+    inner = flat(ours, train)
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, betas=(BETA1, BETA2), eps=1e-8)
     for step in range(8):
-        train_step(Chain(ours), [batch(step)], inner, step, TRAIN, CPU)
+        train_step(Chain(ours), [batch(step)], inner, step, train, CPU)
         adamw.zero_grad()
         inputs_BT, targets_BT = batch(step)
         decoder.loss_of(theirs(inputs_BT), targets_BT).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(theirs.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(theirs.parameters(), train.clip_norm)
         for group in adamw.param_groups:
-            group["lr"] = rate_at(TRAIN, step, step)
+            group["lr"] = rate_at(train, step, step)
         adamw.step()
     for (name, our), their in zip(nn.Sequential(*ours).named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(our, their, atol=2e-6, rtol=1e-4), name
@@ -116,14 +118,15 @@ def test_flattening_keeps_every_weight() -> None:
         assert torch.equal(our, their)
 
 
-def test_the_whole_gradient_is_clipped_to_its_norm() -> None:
-    inner = flat(decoder.build(MODEL, 0))
+@pytest.mark.parametrize("clip_norm", [1.0, 0.25])
+def test_the_whole_gradient_is_clipped_to_its_norm(clip_norm: float) -> None:
+    inner = flat(decoder.build(MODEL, 0), TRAIN.model_copy(update={"clip_norm": clip_norm}))
     for live in inner.lives:
         live.grad.fill_(3.0)
     before = float(inner.clip())
     after = float(torch.linalg.vector_norm(torch.cat([live.grad for live in inner.lives])))
     assert before == pytest.approx(3.0 * whole(inner).numel() ** 0.5, rel=1e-5)
-    assert after == pytest.approx(CLIP_NORM, rel=1e-4)
+    assert after == pytest.approx(clip_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))

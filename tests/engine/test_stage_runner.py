@@ -24,8 +24,6 @@ from tests.comm.pipeline.route_world import World
 from tests.journal_lines import audited
 
 MakeSetup = Callable[..., ComputeSetup]
-
-pytestmark = pytest.mark.usefixtures("unclipped")
 SPANS = {"A": (0, 3), "B": (1, 4), "C": (2, 5)}  # of embedding, three blocks, head
 
 
@@ -39,7 +37,7 @@ def with_span(setup: ComputeSetup, span: tuple[int, int] | None, wire: str = "fp
     changed = {
         "model": run.model.model_copy(update={"depth": 3}),
         "routes": config.RoutesConfig.model_validate({"wire": wire}),
-        "train": run.train.model_copy(update=train),
+        "train": run.train.model_copy(update={"clip_norm": 1e9, **train}),
     }
     return dataclasses.replace(setup, config=run.model_copy(update=changed), span=span)
 

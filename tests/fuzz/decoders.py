@@ -41,7 +41,7 @@ from decentral.peers.joining.fetch import Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup.state import StateFolder
-from decentral.scheduler.placement import plans
+from decentral.scheduler.placement import evaluate, plans
 from decentral.scheduler.topology import topology
 from decentral.serving import endpoint
 from decentral.serving.served_model import ServedModel
@@ -154,9 +154,9 @@ def record(data: bytes) -> None:
 
 
 def plan(data: bytes) -> None:
-    found = plans.unpack(data)
+    found = evaluate.unpack(data)
     plans.is_sound(found.spans, 4)
-    assert plans.unpack(plans.pack(found)).digest() == found.digest()
+    assert evaluate.unpack(evaluate.pack(found)).digest() == found.digest()
 
 
 # Configs and addresses
@@ -219,7 +219,7 @@ def contribution(data: bytes) -> None:
     """A partner's window, whole: its sections are those of the fragment, whatever its bytes are."""
     rule, layout = _rule(ALGORITHMS[_choice(data, len(ALGORITHMS))])
     one = Contribution(PeerId("B"), 64, 0.5, layout, data[1:])
-    rule.fits(one, layout)
+    gossip_jobs.require_layout(one, rule.sections, layout)
     for vector in rule.read(one).vectors.values():
         assert torch.isfinite(vector).all()
 
@@ -426,7 +426,7 @@ DECODERS: dict[str, Decoder] = {
         private.private_record, ("comm.wire.private_swarm._decrypted", "comm.wire.private_swarm.open")
     ),
     "record": Decoder(record, ("peers.membership.records.unpack", "peers.membership.records.checked")),
-    "plan": Decoder(plan, ("scheduler.placement.plans.unpack",)),
+    "plan": Decoder(plan, ("scheduler.placement.evaluate.unpack",)),
     "received_config": Decoder(received_config, ("core.received.received",)),
     "own_config": Decoder(own_config, ("core.own_yaml.tree", "core.config.validated")),
     "yaml_value": Decoder(yaml_value, ("core.own_yaml.value",)),
@@ -447,7 +447,7 @@ DECODERS: dict[str, Decoder] = {
     "contribution": Decoder(
         contribution,
         (
-            "comm.gossip.update_rules.fits",
+            "engine.gossip_jobs.require_layout",
             "comm.gossip.update_rules.read",
             "comm.rounds.synchronous_rule.check",
         ),

@@ -22,8 +22,8 @@ from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.prober import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.node import Node
-from decentral.scheduler.placement import plans
-from decentral.scheduler.placement.plans import SwarmPlan
+from decentral.scheduler.placement import evaluate, plans
+from decentral.scheduler.placement.evaluate import SwarmPlan
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.fuzz import values
 from tests.fuzz.device import FORMS, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
@@ -308,7 +308,7 @@ def sealed_record(known: Known, peer: PeerId) -> bytes:
 
 def sealed_plan(known: Known, peer: PeerId) -> bytes:
     """A plan that this peer has signed, as it is stored in the DHT."""
-    return VirtualSigner(peer).seal(plans.key_of(known.run), plans.pack(plan(known)), known.now + 60)
+    return VirtualSigner(peer).seal(plans.key_of(known.run), evaluate.pack(plan(known)), known.now + 60)
 
 
 def plan(known: Known) -> SwarmPlan:

@@ -29,8 +29,8 @@ from decentral.engine.tensor_file import SUMS
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.startup.invitation_files import FounderFile, write_holding
-from decentral.scheduler.placement import plans
-from decentral.scheduler.placement.plans import SwarmPlan
+from decentral.scheduler.placement import evaluate
+from decentral.scheduler.placement.evaluate import SwarmPlan
 from decentral.store.manifest import UploadManifest, UploadPart
 from tests.comm.wire.test_codec import EXAMPLES
 from tests.fuzz import decoders, files, private
@@ -68,7 +68,9 @@ def seeds(name: str, folder: Path) -> Iterator[bytes]:
         case "record":
             yield records.pack(RECORD)
         case "plan":
-            yield plans.pack(SwarmPlan(RUN, NOW, bytes(16), 1e4, 1, "faster", (("A", 0, 2), ("B", 1, 3)), (NOW, NOW)))
+            yield evaluate.pack(
+                SwarmPlan(RUN, NOW, bytes(16), 1e4, 1, "faster", (("A", 0, 2), ("B", 1, 3)), (NOW, NOW))
+            )
         case "received_config":
             yield Config().canonical().encode()
         case "own_config":

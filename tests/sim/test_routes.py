@@ -31,8 +31,9 @@ from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.swarm_size import key_of
 from decentral.scheduler.placement import recover
 from decentral.scheduler.placement.cold_copies import ColdCopies
+from decentral.scheduler.placement.evaluate import SwarmPlan
 from decentral.scheduler.placement.move import MoveEffect, MovePhase, SpanMove
-from decentral.scheduler.placement.plans import KnownPlan, SwarmPlan, SwarmPlans
+from decentral.scheduler.placement.plans import KnownPlan, SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.host import Pace
 from decentral.sim.invariants.evidence import Violation
@@ -265,7 +266,7 @@ def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All three did, and nobody was left with the first layers: what whole-model peers lease does not count."""
-    review = SpanMove._review
+    review = SpanMove._proceed
 
     def fetching(move: SpanMove, now: Seconds) -> list[MoveEffect]:
         if move.phase is not MovePhase.FETCHING or now >= move._began_at + 60.0:
@@ -273,7 +274,7 @@ def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins
         move.wake_at = move.fetch.last_piece_at = now + 2.0
         return []
 
-    monkeypatch.setattr(SpanMove, "_review", fetching)
+    monkeypatch.setattr(SpanMove, "_proceed", fetching)
     monkeypatch.setattr(recover, "RELIEF_TURN_S", 10.0)
     moves = beside_whole_models("crash {} at 30", seconds=240.0).routes.moves
     assert moves["relief done"] == 1

@@ -32,8 +32,8 @@ from decentral.core.journal.events import CountedLine, UncountedLine
 from decentral.core.journal.micro_batch_counts import Span, covered, overlap
 from decentral.core.units import Seconds
 from decentral.peers.runtime.clock import CLOCKS_AGREE_S
+from decentral.scheduler.placement.evaluate import SwarmPlan
 from decentral.scheduler.placement.move import MovePhase
-from decentral.scheduler.placement.plans import SwarmPlan
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.evidence import Evidence, slowest_step_s
 from decentral.sim.simulated_peer import SimulatedPeer

@@ -33,7 +33,8 @@ class Turns(Partners):
 
 def windows(peers: Sequence[PeerId], number: int) -> list[list[PeerId]]:
     """The partners that are asked in each window; the first window's merge refuses the liar."""
-    exchange = PullExchange(FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, GossipConfig(), Turns(peers)), 10.0)
+    view = Turns(peers)
+    exchange = PullExchange(FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, GossipConfig(), view, view), 10.0)
     asked = []
     for window in range(1, number + 1):
         now = 10.0 * window

@@ -20,7 +20,8 @@ LAYOUT = (Section("x", "fp32", 1, 4),)
 
 
 def test_a_pull_refused_without_a_word_merges_nothing() -> None:
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, GossipConfig(), Partners([PARTNER]))
+    view = Partners([PARTNER])
+    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, GossipConfig(), view, view)
     pull = PullExchange(context, 10.0)
     pull.handle(Woke(), 10.0)
     (ask,) = pull.handle(WindowClosed(0, pull.seq, 5, 0.1, LAYOUT, b"abcd"), 10.0)

@@ -18,7 +18,7 @@ LAYOUT, BLOB, NOW = (Section("phi", "fp32", 1, 4),), b"1234", 100.0
 @pytest.mark.parametrize(("restored_at", "refused"), [(0.0, ""), (94.0, ""), (96.0, Reason.STALE)])
 def test_what_was_published_before_a_restart_is_stale(restored_at: float, refused: str) -> None:
     view = Stretched(1, 3.0)
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, restored_at=restored_at)
+    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, view, restored_at=restored_at)
     snapshot = Snapshot("run", 0, 95_000, 10, 0.1, 95.0, LAYOUT, blobs.digest(BLOB))
     assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW, len(BLOB)) == refused
 
@@ -31,7 +31,8 @@ def test_what_a_partner_sends_says_nothing_about_how_long_our_windows_are() -> N
             asked.append(size)
             return super().period_s(fragment, size)
 
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), Recorded(1, 3.0))
+    view = Recorded(1, 3.0)
+    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, view)
     snapshot = Snapshot("run", 0, 95_000, 10, 0.1, 95.0, LAYOUT, blobs.digest(BLOB))
     assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW, 77) == ""
     assert asked == [77]

@@ -40,7 +40,8 @@ class SparsePeer:
         tools, layout = GossipConfig(code="sparse"), {"pseudo_gradient": "sparse"}
         self.slow = update_rules.rule(tools, torch.zeros(SIZE), PeerId("A"), TOOLS).on_request
         self.layout = update_rules.layout_of(layout, SIZE, blockwise)
-        context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, tools, Partners(PARTNERS))
+        view = Partners(PARTNERS)
+        context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, tools, view, view)
         self.machine, self.window_bytes, self.now = PullExchange(context, PERIOD_S), window_bytes, PERIOD_S
         self.largest = 0  # bytes of an answer
 

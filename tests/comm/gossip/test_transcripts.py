@@ -113,7 +113,7 @@ def peers(names: str) -> list[PeerId]:
 
 
 def machine_of(kind: str, swarm: Swarm) -> PullExchange:
-    context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(), swarm)
+    context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(), swarm, swarm)
     if kind == "pull":
         return PullExchange(context, 10.0)
     return PullExchange(context, 10.0, blocking=True, seq=4)

@@ -26,7 +26,8 @@ class Stretched(Partners):
 
 
 def context(windows: int, fragment: int = 0, phase: float = 0.25, window_s: float = 0.5) -> FragmentContext:
-    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, GossipConfig(), Stretched(windows, window_s))
+    view = Stretched(windows, window_s)
+    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, GossipConfig(), view, view)
 
 
 def ends(windows: int, fragment: int, until: float = 40.0) -> list[float]:

@@ -12,7 +12,7 @@ from decentral.comm.wire.codec import _ADAPTERS
 from decentral.comm.wire.unpacking import read_msgpack
 from decentral.peers.membership import records
 from decentral.peers.membership.records import _PEER
-from decentral.scheduler.placement.plans import _PLAN
+from decentral.scheduler.placement.evaluate import _PLAN
 
 
 def test_an_array_that_claims_more_items_than_it_may_have_is_refused_before_it_is_allocated() -> None:

@@ -498,9 +498,9 @@ def test_a_link_whose_answers_are_late_gets_longer_deadlines(tag: Tag, longer: b
 
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     played = Played("pull", "training")
-    assert played.node.selection.period_s(0, 1000) == 1.0
+    assert played.node.selection.lengths.period_s(0, 1000) == 1.0
     played.node.meter.saw("slow", 10.0, 0.0, 70_000, 0)  # type: ignore[arg-type]
-    assert played.node.selection.period_s(0, 200_000) > 10.0
+    assert played.node.selection.lengths.period_s(0, 200_000) > 10.0
 
 
 def test_a_node_was_suspended_if_no_event_came_and_not_if_a_timer_event_was_long_due(

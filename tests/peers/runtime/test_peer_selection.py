@@ -116,7 +116,7 @@ def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity
 def test_windows_are_as_long_as_the_config_says_while_nothing_is_known_to_cost_much(own: Identity) -> None:
     asks = grown(Swarm(own)).asks
     assert asks.lengths.windows(1, 1000) == (1, "")
-    assert asks.period_s(1, 1000) == asks.window_s() == 0.5
+    assert asks.lengths.period_s(1, 1000) == asks.lengths.window_s() == 0.5
 
 
 def grown(swarm: Swarm) -> Swarm:
@@ -131,7 +131,7 @@ def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     windows, bound = swarm.asks.lengths.windows(1, 10_000)
     assert bound == "link"
     assert windows > 10
-    assert swarm.asks.period_s(1, 10_000) == windows * 0.5
+    assert swarm.asks.lengths.period_s(1, 10_000) == windows * 0.5
 
 
 def test_gossip_leaves_half_of_the_uplink_to_tokens_where_a_peer_holds_a_part_of_the_model(own: Identity) -> None:
@@ -160,10 +160,10 @@ def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
 def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter(own: Identity) -> None:
     asks = Swarm(own).asks
     asks.lengths.cost.compute_s, asks.lengths.cost.cores = 0.006, 1.0
-    assert asks.window_s() == 0.125
+    assert asks.lengths.window_s() == 0.125
     assert asks.lengths.windows(1, 10) == (4, "cores")
     asks.progress.lr_step = 1000
-    assert asks.window_s() == 0.5
+    assert asks.lengths.window_s() == 0.5
     assert asks.lengths.windows(1, 10) == (2, "cores"), "twice as long, since the larger share is gone"
 
 
@@ -174,7 +174,7 @@ def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
     assert swarm.asks.lengths.windows(1, 1_000_000) == (1024, "link")
     swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 1e9, 1.0
     assert swarm.asks.lengths.windows(1, 1_000_000) == (1024, "cores")
-    assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1, 1_000_000) <= LONGEST_WINDOW_S
+    assert LONGEST_WINDOW_S / 2 < swarm.asks.lengths.period_s(1, 1_000_000) <= LONGEST_WINDOW_S
 
 
 # Windows of the swarm
@@ -250,16 +250,16 @@ def over_a_thin_link(own: Identity) -> Swarm:
 
 def test_a_link_is_thin_that_would_stretch_windows_with_dense_codes(own: Identity) -> None:
     swarm = over_a_thin_link(own)
-    assert swarm.asks.is_thin(1, 10_000)
-    assert not swarm.asks.is_thin(1, 2_000)
+    assert swarm.asks.lengths.is_thin(1, 10_000)
+    assert not swarm.asks.lengths.is_thin(1, 2_000)
     swarm.asks.progress.lr_step = 10
-    assert not swarm.asks.is_thin(1, 10_000), "in the swarm's first steps"
+    assert not swarm.asks.lengths.is_thin(1, 10_000), "in the swarm's first steps"
 
 
 def test_a_link_is_not_thin_where_the_cores_need_windows_as_long(own: Identity) -> None:
     swarm = over_a_thin_link(own)
     swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 0.03, 1.0
-    assert not swarm.asks.is_thin(1, 10_000)
+    assert not swarm.asks.lengths.is_thin(1, 10_000)
 
 
 @pytest.mark.parametrize(("others_s", "thin"), [(2.0, True), (4.0, False)])
@@ -268,7 +268,7 @@ def test_a_link_is_thin_while_the_others_need_no_longer_windows_than_it(
 ) -> None:
     """Where all links are alike each needs what the others need: if none began, all would wait for each other."""
     swarm = needing(over_a_thin_link(own), A=others_s, B=others_s, C=others_s)
-    assert swarm.asks.is_thin(1, 10_000) is thin
+    assert swarm.asks.lengths.is_thin(1, 10_000) is thin
 
 
 # What others publish of their speed

@@ -22,22 +22,24 @@ from decentral.scheduler.placement.evaluate import (
     PlansEvaluated,
     PlanTask,
     Spans,
+    SwarmPlan,
     TrainingPeer,
     evaluate_plans,
+    pack,
+    unpack,
     work_of,
 )
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
+    PLAN_BACKOFF_S,
+    PLAN_PAUSE_S,
     PLAN_RETRY_S,
-    SwarmPlan,
+    REPLAN_REST_S,
     SwarmPlans,
     is_cheaper,
     is_sound,
     key_of,
-    pack,
-    unpack,
 )
-from decentral.scheduler.placement.search_schedule import PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
 from decentral.scheduler.throughput import max_flow
 from decentral.scheduler.throughput.link_limits import TokenLinks
 from decentral.scheduler.topology.arrays import Ints

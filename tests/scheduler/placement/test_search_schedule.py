@@ -7,7 +7,7 @@ import pytest
 
 from decentral.core.ids import PeerId
 from decentral.scheduler.placement.evaluate import TrainingPeer
-from decentral.scheduler.placement.search_schedule import (
+from decentral.scheduler.placement.plans import (
     MOST_PAUSE_S,
     NEWCOMER_PAUSE_S,
     PLAN_BACKOFF_S,
