@@ -129,8 +129,16 @@ class ModelConfig(Strict):
     rope_theta: Annotated[float, Field(ge=2, le=1e12)] = 10_000.0  # 1 is excluded, since yarn divides by its logarithm
     """Base of the rotary positions: pair f of a head's E rotated channels turns by rope_theta^(-2f/E) radians a token.
     Unit: none."""
+    rope_scaling: RopeScaling | None = None
+    positions: Positive | None = None
+    """Longest text that the model reads, written to an export's config.json; null: `context`. Unit: tokens."""
     family: FamilyName = "llama"
-    """Model family of transformers: decides the form of a block and of an export."""
+    """Model family of transformers: decides which keys of `block` are allowed, and the form of an export."""
+    block: BlockOptions = BlockOptions()
+    head_channels: Positive | None = None
+    """Channels of a head; null: width / heads. Unit: channels."""
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
+    """Constant that RMSNorm adds to the mean square before the square root. Unit: none."""
     window: Positive | None = None
     """Number of latest tokens that a token attends to, itself included (mistral, phi3); null: all. Unit: tokens."""
     layers: Annotated[str, Field(max_length=256)] | None = None
@@ -142,12 +150,6 @@ class ModelConfig(Strict):
     lora: LoraConfig | None = None
     start_from: OwnPath | None = Field(default=None, alias="from")
     """Hugging Face folder on this peer's own disk that the run starts from; null: weights are sampled by `seed`."""
-    # Keys that no user sets, so that no list of keys has them. All but the last are in a folder's config.json.
-    rope_scaling: SkipJsonSchema[RopeScaling | None] = None
-    positions: SkipJsonSchema[Positive | None] = None  # longest text that the model reads, in tokens; None: `context`
-    block: SkipJsonSchema[BlockOptions] = BlockOptions()
-    head_channels: SkipJsonSchema[Positive | None] = None  # None: width / heads
-    norm_eps: SkipJsonSchema[Annotated[float, Field(gt=0, le=1)]] = 1e-5  # added by RMSNorm to the mean square
     weights: SkipJsonSchema[Digest | None] = None  # of the weights from which all peers start; `sealed` sets it
 
     @model_validator(mode="after")
