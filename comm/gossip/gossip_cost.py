@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from decentral.core.units import Seconds
 
 IDLE_SHARE = 0.1  # gossip may use this share of the idle cores; more could slow training
-FIXED_CORES = 0.006  # number of cores that event loop and network daemon use without gossip, in a swarm of four peers
-SLOWEST_BYTES_PER_S = 20e6  # a core transfers at least this, we assume; gossip is charged at most (its bytes / this)
+# Number of cores that event loop and network daemon use without gossip: 0.021 and 0.024 in two peers of 0.5 M
+# parameters, 0.005 to 0.012 with 85 M, whose steps are rarer. Gossip is charged what they use beyond that.
+FIXED_CORES = 0.02
+# A core transfers this many bytes of gossip in a second, at least and at most. So gossip is charged at most its bytes
+# divided by the first and, where event loop and daemon use less than FIXED_CORES, its bytes divided by the second.
+SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 20e6, 74e6
 # Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
 # seconds makes the average forget the first windows soon, since they cost more than later windows. The cost of windows
 # is known only after their merges. So the averages change once each fragment had a window, in an interval without
@@ -58,7 +62,17 @@ class GossipTraffic:
     """
 
     part: float = 1.0  # gossip's share of the bytes of all traffic, 0 to 1
-    work_bytes: float = math.inf  # bytes of gossip, including the additional bytes for each request
+    work_bytes: float | None = None  # bytes of gossip, including the additional bytes for each request; None: unknown
+
+    @property
+    def least_s(self) -> Seconds:
+        """Return the least core-seconds that event loop and network daemon used for gossip."""
+        return (self.work_bytes or 0.0) / FASTEST_BYTES_PER_S
+
+    @property
+    def most_s(self) -> Seconds:
+        """Return the most core-seconds that event loop and network daemon used for gossip."""
+        return math.inf if self.work_bytes is None else self.work_bytes / SLOWEST_BYTES_PER_S
 
 
 @dataclass(slots=True)
@@ -127,8 +141,8 @@ class GossipCost:
     def measured(self, used: CoresUsed, gossip_alone: bool, gossip: GossipTraffic = ALL_GOSSIP) -> None:
         """Record a measurement, and update the averages if the cost of the windows since the last update is known.
 
-        Gossip is charged its part of the network's processor time, but at most gossip's bytes divided by
-        SLOWEST_BYTES_PER_S. Without this bound, a flood of refused requests would make the windows ever longer.
+        Gossip is charged its part of the network's processor time, within bounds by its bytes. Without the upper bound,
+        a flood of refused requests would make the windows ever longer.
 
         Args:
             used: Processor time in the interval.
@@ -142,8 +156,8 @@ class GossipCost:
         self._since_s += used.seconds
         self._alone = self._alone and gossip_alone
         if gossip_alone:
-            network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds)
-            self._transfers_s += min(gossip.part * network_s, gossip.work_bytes / SLOWEST_BYTES_PER_S)
+            network_s = gossip.part * max(0.0, used.network_s - FIXED_CORES * used.seconds)
+            self._transfers_s += min(max(network_s, gossip.least_s), gossip.most_s)
         needed = max(REMEMBERED_WINDOWS, 2 * self._fragments) if self._busy else self._fragments
         self._busy = False
         if self._windows >= needed:

@@ -12,7 +12,7 @@ import numpy as np
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import whole_every
-from decentral.comm.gossip.gossip_cost import IDLE_SHARE, Stretch
+from decentral.comm.gossip.gossip_cost import FASTEST_BYTES_PER_S, IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
 from decentral.comm.wire.meter import WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
@@ -26,9 +26,8 @@ from decentral.scheduler.topology.topology import Topology, sites_of
 
 # A pull of 0 bytes takes this many core-seconds, at the peer that asks and the peer that answers together.
 PULL_S = 2e-3
-# Each byte of a pull takes 1 / PULL_BYTES_PER_S core-seconds more. So a pull of 200 kB takes 4.7 core-milliseconds
+# Each byte of a pull takes 1 / FASTEST_BYTES_PER_S core-seconds more. So a pull of 200 kB takes 4.7 core-milliseconds
 # (docs/results/benchmarks.md).
-PULL_BYTES_PER_S = 74e6
 # How many numbers a core handles per second when it closes a window, merges a partner's window, encodes slow weights.
 NUMBERS_PER_S = (708e6, 618e6, 704e6)
 # How many numbers a core copies per second, from the weights when a window closes, and when it adds the correction.
@@ -170,7 +169,7 @@ def _window_cost_s(parameters: int, code: str, partners: int, holders: int, slow
     whole = 1 / _every(code, parameters, partners, holders)
     kernels_s = parameters * (1 / close + partners / merge + whole / encode + 2 / COPIED_NUMBERS_PER_S)
     return slower * kernels_s + partners * (
-        PULL_S + _answer_bytes(code, parameters, partners, holders) / PULL_BYTES_PER_S
+        PULL_S + _answer_bytes(code, parameters, partners, holders) / FASTEST_BYTES_PER_S
     )
 
 

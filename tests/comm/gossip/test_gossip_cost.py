@@ -184,6 +184,17 @@ def test_transfers_after_a_windows_end_are_part_of_its_cost() -> None:
     assert cost.network_s == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(("beyond_s", "charged_s"), [(0.0, 1 / 74), (0.02, 0.02), (1.0, 1 / 20)])
+def test_the_network_s_part_lies_within_bounds_by_its_bytes(beyond_s: float, charged_s: float) -> None:
+    """`beyond_s`: core-seconds of event loop and daemon beyond those that they use without gossip."""
+    cost = GossipCost()
+    cost.did(0.0, closed=True)
+    gossip = GossipTraffic(part=1.0, work_bytes=1e6)
+    cost.measured(CoresUsed(5.0, 5.0, beyond_s + FIXED_CORES * 5.0), gossip_alone=True, gossip=gossip)
+    pause(cost)
+    assert cost.network_s == pytest.approx(charged_s)
+
+
 def test_what_the_network_did_for_a_newcomer_is_no_cost_of_gossip() -> None:
     cost = cost_of(0.1)
     cost.did(0.05, closed=True)
