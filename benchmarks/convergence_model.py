@@ -1,7 +1,7 @@
-"""All replicas of a small GPT as one stacked model: one forward and one backward train every peer at once.
+"""All replicas of a small GPT as one stacked model: one forward and one backward train AT_ONCE peers.
 
-It is the decoder of decentral/model/decoder.py with a leading peer dimension on every weight, so that four peers cost
-one batched matmul for each weight instead of four. The weights of a peer are one row of `theta_PN`; every weight is a
+It is the decoder of decentral/model/decoder.py with a leading peer dimension on every weight, so that a few peers
+cost one batched matmul for each weight. The weights of a peer are one row of `theta_PN`; every weight is a
 view into it, so that gossip is plain vector arithmetic on rows. AdamW is torch's fused kernel, per row; Muon is
 decentral/engine/muon.py on the blocks' matrices, those that are fused here apart, and AdamW on the rest.
 
@@ -22,6 +22,7 @@ from decentral.engine.muon import muon_step
 BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
 
 Optimizer = Literal["adamw", "muon"]
+AT_ONCE = 2  # peers whose passes share one matmul: with more, the hidden values leave the caches
 FUSED = {"qkv": 3, "up": 2}  # how many matrices of the model stand beside each other in one weight
 
 Weights = dict[str, Tensor]
@@ -89,11 +90,13 @@ class Replicas:
         """One step of the first peers, one for each micro-batch."""
         peers = len(inputs_PST)
         self.grad_PN.zero_()
-        weights, gradients = self.shape.views(self.theta_PN[:peers]), self.shape.views(self.grad_PN[:peers])
-        leaves = {name: view.detach().requires_grad_() for name, view in weights.items()}
-        for name, leaf in leaves.items():
-            leaf.grad = gradients[name]
-        losses_P(self.shape.model, leaves, inputs_PST, targets_PST).sum().backward()  # type: ignore[no-untyped-call]
+        for begin in range(0, peers, AT_ONCE):
+            some = slice(begin, min(begin + AT_ONCE, peers))
+            weights, gradients = self.shape.views(self.theta_PN[some]), self.shape.views(self.grad_PN[some])
+            leaves = {name: view.detach().requires_grad_() for name, view in weights.items()}
+            for name, leaf in leaves.items():
+                leaf.grad = gradients[name]
+            losses_P(self.shape.model, leaves, inputs_PST[some], targets_PST[some]).sum().backward()  # type: ignore[no-untyped-call]
         for peer in range(peers):
             self._step(peer, rate)
 

@@ -43,7 +43,7 @@ from decentral.core.journal.field_kinds import Verdict
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
-AUDIT_SHARE = 0.004  # a micro-batch that a peer sends on adds this part of the peer's passes to its budget for audits
+AUDIT_SHARE = 0.003  # a micro-batch that a peer sends on adds this part of the peer's passes to its budget for audits
 LEAST_OWN = 0.1  # a peer's passes count as at least this part of the model's, so that one with few layers audits, too
 STEADY = 0.75  # this part of AUDIT_SHARE is for peers with many right answers, the rest for new peers and known liars
 OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
