@@ -28,6 +28,9 @@ from decentral.sim.run import run
 SHIPPED = Path(str(files("decentral.configs") / "topologies"))
 TESTED = Path("tests/scheduler/topologies")
 MODEL = TESTED / "m125-model.yaml"
+# A swarm is played for the time of this many micro-batches, if that is longer than --seconds. Over slow links, one
+# takes minutes from its begin to the step that applies it, and the first steps come after a quarter of an hour.
+MICRO_BATCHES = 500
 
 
 def row(where: Path, args: argparse.Namespace) -> dict[str, str | float]:
@@ -38,7 +41,9 @@ def row(where: Path, args: argparse.Namespace) -> dict[str, str | float]:
     judge = None if args.alone else playing.judge(run_config, swarm, SearchBudget(args.judge_seconds))
     plan = throughput_plan(swarm, run_config, "genetic", args.seed, budget, judge=judge)
     planning_s = time.process_time() - planning
-    scenario = planned.scenario_of(plan, swarm, run_config, args.seconds, args.seed + 100, noise=0.05)
+    tokens = min(plan.micro_batches.values()) * run_config.model.context
+    seconds = max(args.seconds, MICRO_BATCHES * tokens / plan.throughput["tokens_per_s"])
+    scenario = planned.scenario_of(plan, swarm, run_config, seconds, args.seed + 100, noise=0.05)
     played = planned.PlayedPlan(plan, scenario)
     began = time.process_time()
     run(scenario, watches=[played])
@@ -70,7 +75,7 @@ def main() -> None:
     parser.add_argument("--plan-seconds", type=float, default=5.0, help="seconds of each search for a plan")
     parser.add_argument("--judge-seconds", type=float, default=10.0, help="seconds in which the best plans are played")
     parser.add_argument("--alone", action="store_true", help="take the plan of the highest estimate, without a judge")
-    parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds of each swarm")
+    parser.add_argument("--seconds", type=float, default=300.0, help="least virtual seconds of each swarm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()

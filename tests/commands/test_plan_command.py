@@ -1,6 +1,7 @@
 """python -m decentral.plan as a user runs it: files, a live swarm over libp2p, and one clear line for what is wrong."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from decentral.core.ids import PeerId
 from decentral.core.layer_work import KindCost, KindCosts
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.scheduler.sync.plan import SYNC_SOLVERS
 from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.solvers import THROUGHPUT_SOLVERS
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
 from tests.commands.played_swarm import PlayedSwarm
@@ -30,6 +33,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     return line.removeprefix("error: ")
+
+
+def test_the_help_names_every_solver(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.parse(["--help"])
+    words = set(re.findall(r"[a-z]+", capsys.readouterr().out))
+    assert words >= {*SYNC_SOLVERS, *THROUGHPUT_SOLVERS}
 
 
 def test_a_shipped_topology_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,22 +183,27 @@ def _played(scenario: Scenario, budget: SearchBudget) -> Rates:
 def judge(run_config: Config, topology: Topology, budget: SearchBudget) -> Judge:
     """Return a judge that plays plans for a run on a topology within a budget.
 
-    Each plan is played for an equal part of the first half of the budget. The best is then played for the other half,
-    with other random choices. It is said to reach the lower of both figures, as luck in one play is no promise. If that
-    is too short for all plans, the one with the fewest peers takes the place of the best, since it is played fastest.
+    Each plan is played for an equal part of the first half of the budget. The best is then played for the rest, with
+    other random choices. It is said to reach the lower of both figures, as luck in one play is no promise. Plans with
+    fewer peers are played faster, and come first. Once the time is too short for a plan, no larger one is played. If it
+    is too short for all, the plan with the fewest peers takes the place of the best.
     """
 
     def judged(plans: Sequence[ThroughputPlan]) -> Verdict | None:
         if all(len(route["hops"]) == 1 for plan in plans for route in plan.routes):
             return None
+        progress, longer = SearchProgress(budget, 0.0), None
         first: list[float | None] = [None for _ in plans]
-        if max(len(plan.spans) for plan in plans) <= MOST_PLAYED:
-            first = [_reached(run_config, topology, plan, budget.part(0.5 / len(plans)), 0) for plan in plans]
+        smallest_first = sorted(range(len(plans)), key=lambda one: len(plans[one].spans))
+        for one in smallest_first:
+            if len(plans[one].spans) <= MOST_PLAYED:
+                first[one] = _reached(run_config, topology, plans[one], budget.part(0.5 / len(plans)), 0)
+            if first[one] is None:
+                break
         known = [one for one in first if one is not None]
-        number = first.index(max(known)) if known else min(range(len(plans)), key=lambda one: len(plans[one].spans))
-        longer = None
+        number = first.index(max(known)) if known else smallest_first[0]
         if len(plans[number].spans) <= MOST_PLAYED:
-            longer = _reached(run_config, topology, plans[number], budget.part(0.5), 1)
+            longer = _reached(run_config, topology, plans[number], budget.less(progress.seconds()), 1)
         if longer is None:
             return Verdict(0, plans[0].throughput["estimated"], "Not played: the swarm is too large for the time.")
         reached = min(longer, max(known, default=longer))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import RESERVE, SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
+from decentral.sim.report import RunReport
+from decentral.sim.run import Scenario
+from decentral.sim.run import run as simulate
 
 LARGE = ["model.depth=12", "model.width=768", "model.vocabulary=50304", "model.context=1024", "train.micro_batch=8"]
 ANN, BOB = PeerId("QmAnn"), PeerId("QmBob")
@@ -82,3 +86,25 @@ def test_a_judge_plays_plans_and_promises_the_same_again(monkeypatch: pytest.Mon
     unplayed = planned()
     assert unplayed.throughput["tokens_per_s"] == unplayed.throughput["estimated"]
     assert unplayed.reason.startswith("Not played: the swarm is too large for the time. Estimated: ")
+
+
+def test_once_the_time_is_too_short_for_a_plan_no_larger_one_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config.load(None, ["model.depth=4", "model.width=32", "model.context=32"])
+    profile = {"device": "gpu", "memory_bytes": 1.6e6, "up": 2.5e6, "down": 1e7, "latency_s": 0.02}
+    speeds = {"fast0": 2e8, "slow0": 1e8, "fast1": 2e8, "slow1": 1e8}
+    swarm = topology_from_profiles({name: {**profile, "flops": one} for name, one in speeds.items()}, {})
+    finalists: list[ThroughputPlan] = []
+    throughput_plan(swarm, run, "genetic", 0, SearchBudget(rounds=5), judge=lambda plans: finalists.extend(plans))
+    sizes: list[int] = []
+
+    def noted(scenario: Scenario, *args: Any, **options: Any) -> RunReport:
+        sizes.append(scenario.peers)
+        return simulate(scenario, *args, **options)
+
+    monkeypatch.setattr(playing, "run", noted)
+    monkeypatch.setattr(playing, "LEAST_COUNTED", 1e9)
+    verdict = judge(run, swarm, SearchBudget(1e-6))(finalists)
+    assert len({len(plan.spans) for plan in finalists}) > 1
+    assert sizes == [min(len(plan.spans) for plan in finalists)] * 2
+    assert verdict is not None
+    assert verdict.reason.startswith("Not played")
