@@ -94,7 +94,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     objectives = "sync: shortest synchronous step (default); "
     objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
     parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
-    parser.add_argument("--solver", default="genetic", help=_solvers_help())
+    solvers = "genetic (default), annealing, gcma, exact; "  # typed here, since the solvers' modules load scipy
+    solvers += "for throughput genetic, annealing, local, policy, exact, flow, random"
+    parser.add_argument("--solver", default="genetic", help=solvers)
     parser.add_argument(
         "--seconds", type=quantities.duration_s, default=5.0, help="time limit of everything (default 5 s)"
     )
@@ -110,14 +112,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.holders < 1:
         raise UserError(f"--holders expects at least 1; got {options.holders}")
     return options
-
-
-def _solvers_help() -> str:
-    """Return the names of all solvers, by objective."""
-    from decentral.scheduler.sync.plan import SYNC_SOLVERS
-    from decentral.scheduler.throughput.solvers import THROUGHPUT_SOLVERS
-
-    return f"sync: {', '.join(SYNC_SOLVERS)}; throughput: {', '.join(THROUGHPUT_SOLVERS)} (default genetic)"
 
 
 def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:
