@@ -1,4 +1,4 @@
-"""All replicas of a small GPT as one stacked model: one forward and one backward train AT_ONCE peers.
+"""All replicas of a small GPT as one stacked model; each forward and backward pass trains AT_ONCE of them.
 
 It is the decoder of decentral/model/decoder.py with a leading peer dimension on every weight, so that a few peers
 cost one batched matmul for each weight. The weights of a peer are one row of `theta_PN`; every weight is a

@@ -19,9 +19,10 @@ FIXED_CORES = 0.02
 # divided by the first and, where event loop and daemon use less than FIXED_CORES, its bytes divided by the second.
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 20e6, 74e6
 # Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
-# seconds makes the average forget the first windows soon, since they cost more than later windows. The cost of windows
-# is known only after their merges. So the averages change once each fragment had a window, in an interval without
-# gossip jobs or, where gossip never pauses, after so many windows that few of them are still without their merges.
+# seconds makes the average forget the first windows soon, since they cost more than later windows. A window's cost is
+# complete only after its merge. So the averages are updated after each fragment has closed a window, in an interval
+# without gossip jobs. If gossip never pauses, they are updated after two windows of each fragment, and at least
+# REMEMBERED_WINDOWS windows, of which few still wait for their merges.
 REMEMBERED_WINDOWS = 16
 REMEMBERED_S = 20.0
 MOST_TIMES = 2  # a new measurement counts as at most this many times the average, so that one outlier changes little

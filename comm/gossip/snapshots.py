@@ -209,7 +209,7 @@ class PublishedSnapshot:
     making: set[str] = field(default_factory=set)  # names of the on-request sections that the worker encodes now
     encoded: dict[str, bytes] = field(default_factory=dict)  # on-request sections by name
     parts: dict[Layout, Snapshot] = field(default_factory=dict)  # headers of the answers with on-request sections
-    # The answers that are being sent; each is freed once it has been, as it takes the bytes of a window and more.
+    # The answers that are being sent. An answer is freed once it is sent, since it is larger than the snapshot's blob.
     sending: WeakValueDictionary[Layout, Envelope] = field(default_factory=WeakValueDictionary)
     given: set[PeerId] = field(default_factory=set)  # peers that have got such an answer
 

@@ -168,7 +168,7 @@ def _timed(run: Config, timed_s: float) -> OwnSpeed:
         took_s.append(step())
     number_s = []
     for window in range(TIMED_WINDOWS):
-        step()  # which makes the optimizer's and the passes' memory as busy as in a peer
+        step()  # so that the caches hold training's data, as in a peer
         number_s.append(_window_s(span.gossip, window))
     emulated_s = train.accumulate * train.emulated_micro_batch_s
     return OwnSpeed(max(emulated_s, median(took_s[WARM_STEPS:])), median(number_s))

@@ -24,10 +24,9 @@ from decentral.peers.runtime.window_lengths import THIN_PARTNERS, common_need_s,
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.topology import Topology, sites_of
 
-# A pull of 0 bytes takes this many core-seconds, at the peer that asks and the peer that answers together.
+# A pull of 0 bytes takes this many core-seconds, at the peer that asks and the peer that answers together. Each byte
+# takes 1 / FASTEST_BYTES_PER_S more, so a pull of 200 kB takes 4.7 core-milliseconds (docs/results/benchmarks.md).
 PULL_S = 2e-3
-# Each byte of a pull takes 1 / FASTEST_BYTES_PER_S core-seconds more. So a pull of 200 kB takes 4.7 core-milliseconds
-# (docs/results/benchmarks.md).
 # How many numbers a core handles per second when it closes a window, merges a partner's window, encodes slow weights.
 NUMBERS_PER_S = (708e6, 618e6, 704e6)
 # How many numbers a core copies per second, from the weights when a window closes, and when it adds the correction.
@@ -45,7 +44,7 @@ class Gossiper:
     step_s: float
     cores: float | None  # number of cores that training keeps busy; None: the processor does not limit gossip
     idle_cores: float = 0.0
-    slower: float = 1.0  # processor time of a window's computation over that at the rates of NUMBERS_PER_S
+    slower: float = 1.0  # a window's kernels and copies take this many times NUMBER_S for each parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +162,15 @@ def _cores_times(
 def _window_cost_s(parameters: int, code: str, partners: int, holders: int, slower: float) -> float:
     """Return the core-seconds of one window of a fragment: kernels, copies, and pulls from `partners` partners.
 
+    Kernels and copies take `slower` times as long as at the rates above.
+
     The peer also answers as many pulls as it sends. PULL_S includes both sides of a pull.
     """
     close, merge, encode = NUMBERS_PER_S
     whole = 1 / _every(code, parameters, partners, holders)
     kernels_s = parameters * (1 / close + partners / merge + whole / encode + 2 / COPIED_NUMBERS_PER_S)
-    return slower * kernels_s + partners * (
-        PULL_S + _answer_bytes(code, parameters, partners, holders) / FASTEST_BYTES_PER_S
-    )
+    pull_s = PULL_S + _answer_bytes(code, parameters, partners, holders) / FASTEST_BYTES_PER_S
+    return slower * kernels_s + partners * pull_s
 
 
 def _every(code: str, parameters: int, partners: int, holders: int) -> int:
