@@ -99,7 +99,8 @@ class WindowLengths:
 
     def _cores_windows(self, window_s: Seconds) -> int:
         core_share = self.setup.now.config.gossip.core_share * (EARLY_TIMES if self._early else 1.0)
-        return self.cost.windows(window_s, len(self.setup.now.fragments), min(1.0, core_share))
+        held = self.setup.now.fragments
+        return self.cost.windows(window_s, len(held), min(1.0, core_share), sum(one.parameters for one in held))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
         """Return the upper median of the window lengths that we (`own_s`) and peers with some of our layers need."""

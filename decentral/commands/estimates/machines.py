@@ -81,7 +81,7 @@ def flops_here(peers: int) -> float:
     It is timed briefly. Larger models usually reach more.
     """
     run = config.load(None, SMALL_RUN)
-    return _flops_of_step(run) / own_speed(run, peers, BRIEFLY_S).step_s
+    return _flops_of_step(run) / own_speed(run, peers, BRIEFLY_S, windows=0).step_s
 
 
 def with_micro_batch(run: Config, groups: Sequence[PeerGroup]) -> Config:

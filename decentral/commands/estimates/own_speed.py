@@ -2,12 +2,14 @@
 
 A whole step is timed: passes, clipping and optimizer. A large model is not built. The time of its step is extrapolated
 linearly from the times of two models with fewer blocks of the same shape or, if even these are large, follows from the
-FLOPs of a narrower model's step. A window is closed and merged with a partner's by the jobs of a running peer.
+FLOPs of a narrower model's step. A window is closed and merged with another by the jobs of a running peer, on a
+second thread, while training takes steps.
 """
 
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from statistics import median
@@ -15,14 +17,16 @@ from statistics import median
 import torch
 
 from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.exchange import whole_every
 from decentral.comm.gossip.kernel_choice import best_kernels
 from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import jobs
 from decentral.core.config import Config
 from decentral.core.errors import UserError
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.units import readable_bytes
-from decentral.engine.gossip_jobs import FragmentGossip
+from decentral.engine.gossip_jobs import FragmentGossip, GossipedFragment
 from decentral.engine.measure import choose, machine_bytes
 from decentral.engine.memory import keep_what_is_freed, needs
 from decentral.engine.span import Span
@@ -48,7 +52,7 @@ class OwnSpeed:
     number_s: float  # core-seconds for each parameter of a window that is closed and merged with one partner's window
 
 
-def own_speed(run: Config, peers: int, timed_s: float = TIMED_S) -> OwnSpeed:
+def own_speed(run: Config, peers: int, timed_s: float = TIMED_S, windows: int = TIMED_WINDOWS) -> OwnSpeed:
     """Return how fast a peer trains and gossips on this processor while `peers` peers train here.
 
     Several processes are timed at the same time, because cores share caches and memory: one for each peer, but not more
@@ -58,6 +62,7 @@ def own_speed(run: Config, peers: int, timed_s: float = TIMED_S) -> OwnSpeed:
         run: The run's config; `train.micro_batch` must be a number.
         peers: Number of peers on this machine, each with one process.
         timed_s: More than LEAST_STEPS steps are timed until all timed steps together have taken this long.
+        windows: Number of windows to time; 0 if `number_s` is not needed and is to be 0.
 
     Raises:
         UserError: If this machine has too little memory for the models that would be timed.
@@ -67,10 +72,10 @@ def own_speed(run: Config, peers: int, timed_s: float = TIMED_S) -> OwnSpeed:
     at_once = max(1, min(peers, cores // threads, MOST_TIMED))
     _check_memory(run, at_once)
     if at_once == 1:
-        found = [_alone(run, threads, timed_s)]
+        found = [_alone(run, threads, timed_s, windows)]
     else:
         with ProcessPoolExecutor(at_once, mp_context=get_context("spawn")) as pool:
-            timed = [pool.submit(_alone, run, threads, timed_s) for _ in range(at_once)]
+            timed = [pool.submit(_alone, run, threads, timed_s, windows) for _ in range(at_once)]
             found = [one.result() for one in timed]
     turns = max(1.0, peers * threads / cores)
     return OwnSpeed(turns * median(one.step_s for one in found), median(one.number_s for one in found))
@@ -94,12 +99,12 @@ def _timed_runs(run: Config) -> list[Config]:
 
 
 @flushed_denormals()
-def _alone(run: Config, threads: int, timed_s: float) -> OwnSpeed:
+def _alone(run: Config, threads: int, timed_s: float, windows: int) -> OwnSpeed:
     """Return the speed of this process, with `threads` threads."""
     torch.set_num_threads(threads)
     keep_what_is_freed()
     runs = _timed_runs(run)
-    *fewer, last = [_timed(one, timed_s) for one in runs]
+    *fewer, last = [_timed(one, timed_s, windows if one is runs[-1] else 0) for one in runs]
     if not fewer:
         return replace(last, step_s=last.step_s * _step_flops(run) / _step_flops(runs[0]))
     few, more = FEWER_BLOCKS
@@ -138,7 +143,7 @@ def _step_flops(run: Config) -> float:
     return sum(run.model.layer_flops) * int(run.train.micro_batch)
 
 
-def _timed(run: Config, timed_s: float) -> OwnSpeed:
+def _timed(run: Config, timed_s: float, windows: int) -> OwnSpeed:
     """Return the median seconds of a step on random tokens, without the first WARM_STEPS steps, and those of windows.
 
     Processor time is measured, divided by the number of threads, so that other running programs do not count.
@@ -166,23 +171,52 @@ def _timed(run: Config, timed_s: float) -> OwnSpeed:
         sum(took_s[WARM_STEPS:]) < timed_s and len(took_s) < WARM_STEPS + MOST_STEPS
     ):
         took_s.append(step())
-    number_s = []
-    for window in range(TIMED_WINDOWS):
-        step()  # so that the caches hold training's data, as in a peer
-        number_s.append(_window_s(span.gossip, window))
+    step_s = median(took_s[WARM_STEPS:])
+    number_s = _gossip_s(span.gossip, windows, step) / sum(run.model.layer_parameters)
     emulated_s = train.accumulate * train.emulated_micro_batch_s
-    return OwnSpeed(max(emulated_s, median(took_s[WARM_STEPS:])), median(number_s))
+    return OwnSpeed(max(emulated_s, step_s), number_s)
 
 
-def _window_s(gossip: FragmentGossip, window: int) -> float:
-    """Return the core-seconds for each parameter of closing a window and merging it with an equal one of a partner."""
-    began, parameters = time.process_time(), 0
-    for one in gossip.fragments:
-        live = one.live
-        live.steps, live.tokens, live.lr_sum = live.steps + 1, live.tokens + 1, live.lr_sum + 1.0
-        closed = finish(gossip.program(jobs.CloseWindow(one.index, window + 1)))
-        assert isinstance(closed, jobs.WindowClosed)
-        partner = jobs.Contribution(PeerId("B"), closed.tokens, closed.lr_sum, closed.layout, closed.blob)
-        finish(gossip.program(jobs.Merge(one.index, closed.seq, (partner,))))
-        parameters += live.fragment.parameters
-    return (time.process_time() - began) / parameters
+def _gossip_s(gossip: FragmentGossip, windows: int, step: Callable[[], object]) -> float:
+    """Return the core-seconds of a window of all fragments, while training takes steps.
+
+    As in a peer, a worker thread computes. Between two fragments' windows, training fills the processor's caches.
+    """
+    windows_s, blobs = [], [b""] * len(gossip.fragments)
+    with ThreadPoolExecutor(1) as worker:
+        for window in range(windows):
+            windows_s.append(0.0)
+            for number, fragment in enumerate(gossip.fragments):
+                timed = worker.submit(_window_s, window, fragment, gossip, blobs[number])
+                step()
+                while not timed.done():
+                    step()
+                took_s, blobs[number] = timed.result()
+                windows_s[-1] += took_s
+    return median(windows_s or [0.0])
+
+
+def _window_s(window: int, one: GossipedFragment, gossip: FragmentGossip, theirs: bytes) -> tuple[float, bytes]:
+    """Close a fragment's window, answer a partner, and merge; return this thread's seconds and the window's blob.
+
+    Args:
+        window: Number of the window.
+        one: The fragment.
+        gossip: The programs of its jobs.
+        theirs: The blob of another window, as the partner's. Like a peer's answers, it brings an N-th of the slow
+            weights.
+    """
+    began, live = time.thread_time(), one.live
+    live.steps, live.tokens, live.lr_sum = live.steps + 1, live.tokens + 1, live.lr_sum + 1.0
+    closed = finish(gossip.program(jobs.CloseWindow(one.index, window + 1)))
+    assert isinstance(closed, jobs.WindowClosed)
+    every = whole_every(1, 1, len(closed.blob), layout_bytes(closed.on_request))
+    names = tuple(section.name for section in closed.on_request[window % every :: every])
+    slow = finish(gossip.program(jobs.EncodeSections(one.index, closed.seq, names)))
+    assert isinstance(slow, jobs.SectionsEncoded)
+    layout, blob = (*closed.layout, *slow.layout), (theirs or closed.blob) + slow.blob
+    partner = jobs.Contribution(PeerId("B"), closed.tokens, closed.lr_sum, layout, blob)
+    merged = finish(gossip.program(jobs.Merge(one.index, closed.seq, (partner,))))
+    assert isinstance(merged, jobs.Merged)
+    assert not merged.rejected
+    return time.thread_time() - began, closed.blob

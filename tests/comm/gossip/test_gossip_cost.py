@@ -46,6 +46,15 @@ def test_before_anything_is_known_windows_are_as_the_config_has_them() -> None:
     assert GossipCost().windows(WINDOW_S, 3, SHARE) == 1
 
 
+def test_before_a_window_s_cost_is_known_it_is_expected_by_the_number_of_parameters() -> None:
+    """The first windows of 10 M parameters came each 0.125 s, and took 10% of a core for a quarter of a minute."""
+    cost = GossipCost()
+    pause(cost)
+    assert cost.windows(0.125, 4, 2 * SHARE, parameters=10_600_000) * 0.125 == 8.0  # 0.21 core-seconds, 4% of a core
+    spend(cost, 1e-3, windows=16)
+    assert cost.windows(0.125, 4, 2 * SHARE, parameters=10_600_000) == 1
+
+
 def test_an_interval_without_windows_is_shared_by_those_of_the_next() -> None:
     cost = GossipCost()
     cost.did(0.5, closed=False)

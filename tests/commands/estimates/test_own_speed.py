@@ -17,7 +17,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The runs that were timed, on a machine that computes FLOPS_PER_S."""
     runs: list[Config] = []
 
-    def step(run: Config, timed_s: float) -> OwnSpeed:
+    def step(run: Config, timed_s: float, windows: int) -> OwnSpeed:
         runs.append(run)
         tokens = int(run.train.micro_batch) * run.train.accumulate * run.model.context
         return OwnSpeed(sum(run.model.layer_flops) * tokens / FLOPS_PER_S, NUMBER_S)
@@ -36,23 +36,24 @@ def run_of(size: str, *overrides: str) -> Config:
 def test_a_step_takes_the_time_of_its_flops_whatever_is_timed(size: str, timed: list[Config]) -> None:
     run = run_of(size)
     tokens = 8 * run.train.accumulate * run.model.context
-    assert own_speed._alone(run, 1, 1.0).step_s == pytest.approx(sum(run.model.layer_flops) * tokens / FLOPS_PER_S)
+    assert own_speed._alone(run, 1, 1.0, 0).step_s == pytest.approx(sum(run.model.layer_flops) * tokens / FLOPS_PER_S)
 
 
 @pytest.mark.parametrize("size", ["85M", "350M", "1B", "70B"])
 def test_no_model_is_timed_whose_step_takes_minutes(size: str, timed: list[Config]) -> None:
     run = run_of(size)
     many_tokens = run.model_copy(update={"model": run.model.model_copy(update={"vocabulary": 128_000})})
-    own_speed._alone(many_tokens, 1, 1.0)
+    own_speed._alone(many_tokens, 1, 1.0, 0)
     assert max(sum(one.model.layer_parameters[1:]) for one in timed) <= own_speed.MOST_PARAMETERS
 
 
 def test_a_window_of_gossip_is_timed_by_the_jobs_of_a_running_peer() -> None:
     """Its cost was that of the kernels alone on one machine, 0.4 of what peers of 85 M parameters paid."""
     shape = ["model.depth=1", "model.width=32", "model.vocabulary=256", "model.context=16", "train.micro_batch=1"]
-    found = own_speed._timed(config.load(None, shape), 0.0)
+    found, briefly = (own_speed._timed(config.load(None, shape), 0.0, windows) for windows in (2, 0))
     assert found.step_s > 0
     assert 0 < found.number_s < 1e-3
+    assert briefly.number_s == 0
 
 
 def test_a_narrow_model_s_tokens_shrink_like_its_width() -> None:
