@@ -124,7 +124,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.runtime": "clock host",
         "peers.startup": "copied_identity lost_peers prepare reach_swarm start_peer",
         "serving": "endpoint gather_weights served_model",
-        "sim.network": "fault_model",
+        "sim.network": "network_faults",
         "view": "event_hooks metrics_server scalar_logs",
         "view.page": "connections follow record_lines server visitor",
         "commands.checks": "swarm",
