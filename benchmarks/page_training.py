@@ -40,8 +40,7 @@ from decentral.core.ids import PeerId
 from decentral.peers.membership.records import PeerRecord
 from decentral.view.page.address import PageAddress
 from decentral.view.page.child import DashboardProcess
-from decentral.view.page.record_lines import ToldRecords
-from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
+from decentral.view.page.record_lines import ASKED_EVERY_S, SignsOfLife, ToldRecords
 
 INTERVAL_S = 6.0
 SETTLE_S = 1.5  # after each switch, before steps are timed

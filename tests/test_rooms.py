@@ -84,18 +84,17 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
 KNOWS = {  # a library -> by room, the modules that use it; no others do
     "torch": {
         "model": "adapter_folder bottleneck decoder huggingface lora rotary start_weights undrawn",
-        "data": "corpora source stream",
+        "data": "corpora stream",
         "comm.codecs": "blockwise sections",
         "comm.gossip": (
-            "allreduce cuda_source deviations influence kernel_choice kernels_cpu kernels_cuda "
+            "allreduce cuda_source influence kernel_choice kernels_cpu kernels_cuda "
             "outer_kernels pull_rule trust update_rules"
         ),
         "comm.pipeline": "activations",
         "comm.rounds": "synchronous_rule",
         "engine": (
             "accelerator checkpoint compute device_check fragment gossip_jobs inner island launch layer_times "
-            "look_ahead measure memory muon optimizers sharded sharded_rule shards span stage_runner step tensor_file "
-            "tensor_parallel"
+            "look_ahead measure memory muon optimizers sharded sharded_rule shards span stage_runner step tensor_file"
         ),
         "serving": "decoding loaded_model replicas",
         "sim": "fault_injector liars real_training surrogate surrogate_model sweep",
@@ -125,7 +124,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.runtime": "clock host",
         "peers.startup": "copied_identity lost_peers prepare reach_swarm start_peer",
         "serving": "endpoint gather_weights served_model",
-        "sim.network": "fault_model",
+        "sim.network": "network_faults",
         "view": "event_hooks metrics_server scalar_logs",
         "view.page": "connections follow record_lines server visitor",
         "commands.checks": "swarm",

@@ -25,7 +25,7 @@ from benchmarks.contest.optimizer import MuonAdamW, groups
 from benchmarks.contest.runner import GRID_S
 from decentral.core import config
 from decentral.data import corpora
-from decentral.data.source import Reading
+from decentral.data.corpora import Reading
 from decentral.engine.inner import rate_at
 from decentral.engine.step import Chain, Device, held_out_loss
 from decentral.model import decoder

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
 from decentral.data import corpora
-from decentral.data.source import Reading
+from decentral.data.corpora import Reading
 from decentral.engine.inner import rate_at
 from decentral.model import decoder
 

@@ -20,13 +20,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import ClassVar
 
 from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.snapshots import FragmentContext, SnapshotStore, TokenClaims, contribution
-from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Tag
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, Rest, SectionsEncoded, WindowClosed
@@ -48,6 +48,29 @@ LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end 
 DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
 REST_S = 1.0  # if a fragment has no partners, we wait at least this long before we look for partners again
 PATIENCE_PERIODS = 0.25  # a partner may delay its answer by up to this many periods, to close its own window first
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTag(Tag):
+    """Base class of the tags of pulls. An answer is dropped if `seq` is the number of an earlier window."""
+
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullTag(ExchangeTag):
+    """The tag of a pull that is answered at once, or after a short wait for the partner's next window."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingPullTag(ExchangeTag):
+    """The tag of a pull of a blocking algorithm.
+
+    The answer waits until the partner has closed the same window, so its delay does not measure the link.
+    """
+
+    measures_link: ClassVar[bool] = False
 
 
 class ExchangePhase(Enum):

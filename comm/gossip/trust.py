@@ -50,8 +50,14 @@ from torch.nn.functional import normalize
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip import influence
-from decentral.comm.gossip.deviations import Deviations, chance_of
-from decentral.comm.gossip.influence import COMPARED_NUMBERS, MOST_KNOWN, Experience, Outliers
+from decentral.comm.gossip.influence import (
+    COMPARED_NUMBERS,
+    MOST_KNOWN,
+    Deviations,
+    Experience,
+    Outliers,
+    chance_of,
+)
 from decentral.comm.gossip.update_rules import PulledWindow, Window
 from decentral.core import rng
 from decentral.core.ids import PeerId

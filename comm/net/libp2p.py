@@ -244,10 +244,7 @@ class Libp2p:
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         """Ask a peer a question and return its answer. Raises AskError if no answer comes in `deadline_s` seconds."""
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self._asker.ask(to, envelope, max_blob_bytes)
-        except TimeoutError:
-            raise AskError(Reason.DEADLINE, f"no answer within {deadline_s:.1f} s") from None
+            return await self._asker.ask(to, envelope, deadline_s, max_blob_bytes)
         except NETWORK_ERRORS as error:
             self._connected.discard(to)
             raise causes.failure(error) from None

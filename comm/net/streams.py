@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
 
 READ_S = 30.0  # a whole question must arrive within this time
 PROOF_READ_S = 5.0  # a question of a peer without proven membership of our private swarm must arrive within this time
@@ -96,21 +97,24 @@ class Asker:
     private: PrivateSwarm | None = None
     kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # idle streams; no list is empty
 
-    async def ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
-        """Send a question to a peer and return its answer. The caller sets a deadline around this call.
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
+        """Send a question to a peer and return its answer.
 
         Args:
             to: The peer; in a private swarm both peers prove their membership first.
             envelope: The question and its blob. A Probe with a blob waits until it has the uplink to itself.
+            deadline_s: Seconds for the whole call.
             max_blob_bytes: Most bytes that the blob of the answer may have.
 
         Raises:
-            AskError: If no valid answer comes. Errors of `Opener.open_stream` are passed on.
+            AskError: If no valid answer comes in time. Errors of `Opener.open_stream` are passed on.
         """
-        if isinstance(envelope.message, Probe) and envelope.blob:
-            async with self.uplink.alone():
+        measures_uplink = isinstance(envelope.message, Probe) and envelope.blob
+        try:
+            async with asyncio.timeout(deadline_s), self.uplink.alone() if measures_uplink else nullcontext():
                 return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
-        return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
+        except TimeoutError:
+            raise AskError(Reason.DEADLINE, f"no answer within {deadline_s:.1f} s") from None
 
     def enclose(self, private: PrivateSwarm | None) -> None:
         """Ask only members of this private swarm from now on, or any peer if `private` is None."""

@@ -13,12 +13,11 @@ to some members and not to others. The fragments' versions (comm/rounds/contribu
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from decentral.comm.rounds.tags import CollectTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused
-from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Tag
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.machine import earliest
@@ -39,6 +38,25 @@ LATER_REASONS = (  # temporary refusals: the same peer is asked again after COLL
     Reason.STRANGER,
 )
 BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # a peer that answers with one of these has continued without us
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTag(Tag):
+    """Base class of the tags of questions in synchronous rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectTag(RoundTag):
+    """The tag of a CollectRequest for the report of `origin` or, if `fragment` is given, for its sum of gradients.
+
+    The answer may wait until the report or sum is ready, so its delay does not measure the link.
+    """
+
+    round: int
+    origin: PeerId
+    fragment: int | None
+
+    measures_link: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)

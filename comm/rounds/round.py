@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 
 from decentral.comm.pipeline.router import Router
 from decentral.comm.rounds import contributions
+from decentral.comm.rounds.collection import CollectTag
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
 from decentral.comm.rounds.join_requests import JoinRequests
 from decentral.comm.rounds.members import DonorHolds, next_members, own_fragments, own_member, whole_fragments
 from decentral.comm.rounds.round_state import Round, RoundPhase
-from decentral.comm.rounds.search import RoundSearch, RoundView, queries
-from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
+from decentral.comm.rounds.search import ElsewhereTag, FollowTag, RoundSearch, RoundView, queries
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_NEWCOMERS, CollectRequest, Refused, RoundMember, RoundQuery, RoundStatus
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply

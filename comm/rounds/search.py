@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentral.comm.pipeline.stage import StageConfig
-from decentral.comm.rounds.collection import COLLECT_RETRY_S
+from decentral.comm.rounds.collection import COLLECT_RETRY_S, RoundTag
 from decentral.comm.rounds.members import is_valid
-from decentral.comm.rounds.tags import FollowTag, RoundTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import RoundQuery, RoundStatus
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
@@ -20,6 +19,19 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
 QUERY_DEADLINE_S = 5.0  # a peer must answer a RoundQuery this soon; the answer needs no computation
+
+
+@dataclass(frozen=True, slots=True)
+class FollowTag(RoundTag):
+    """The tag of a RoundQuery that asks a peer which round it is in, and also asks it to admit us as a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElsewhereTag(RoundTag):
+    """The tag of a RoundQuery to a peer that trains but is not in our round.
+
+    After a network split that peer may be in another round, which may take precedence over ours.
+    """
 
 
 class RoundView(Protocol):

@@ -21,6 +21,7 @@ from decentral.commands.config import comment
 from decentral.commands.estimates import places, sizes
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core import config, own_yaml, quantities
+from decentral.core.choices import DATA_KINDS
 from decentral.core.config import Config, DataConfig
 from decentral.core.config_keys import keys_of
 from decentral.core.errors import UserError, writing
@@ -193,7 +194,7 @@ def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[
     if not sizes.is_size(flags.model):
         raise UserError(f"--model {flags.model}: expected a number of parameters, such as 125M or 1.3B")
     kind = next((one.value for one in before if one.path == "data.kind"), DataConfig().kind)
-    vocabulary = config.BYTES if kind in ("text", "python-stdlib") else TOKENIZER_VOCABULARY
+    vocabulary = config.BYTES if DATA_KINDS[str(kind)].is_bytes else TOKENIZER_VOCABULARY
     given = next((text.partition("=")[2] for text in flags.set if text.startswith("model.vocabulary=")), None)
     if given:
         wanted = _plain("model.vocabulary", given)

@@ -46,7 +46,7 @@ class DataKind:
     """Properties of one value of `data.kind`: the code that opens the data, and the config keys that are required."""
 
     name: str
-    opens: str  # "module:name" of a function (DataConfig, ModelConfig) -> TrainingData (data/source.py)
+    opens: str  # "module:name" of a function (DataConfig, ModelConfig) -> TrainingData (data/corpora.py)
     needs_path: bool = True
     needs_tokenizer: bool = False
     is_bytes: bool = False  # whether each token is a byte

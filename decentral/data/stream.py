@@ -35,8 +35,8 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.data import conversations, tokenizer
+from decentral.data.corpora import Reading, batch_of
 from decentral.data.documents import Documents, State, TextPiece
-from decentral.data.source import Reading, batch_of
 from decentral.data.tokenizer import TextTokenizer
 
 MOST_TOKEN_CHARS = 8  # a window of text is assumed to need at most this many characters for each token

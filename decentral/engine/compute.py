@@ -26,7 +26,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import DIVERGED
 from decentral.core.plain_text import error_text
 from decentral.core.units import Seconds
-from decentral.data.source import Reading, TrainingData
+from decentral.data.corpora import Reading, TrainingData
 from decentral.engine import accelerator, checkpoint, measure
 from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.engine.job_runner import JobRunner, Pause, time_kind

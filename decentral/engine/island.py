@@ -35,7 +35,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.rank_place import Split
 from decentral.data import corpora
-from decentral.data.source import Reading
+from decentral.data.corpora import Reading
 from decentral.engine import accelerator, measure
 from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.inner import Inner

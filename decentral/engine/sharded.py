@@ -1,10 +1,14 @@
 """Divide a model over the ranks of an island, with torch's FSDP2 (`fully_shard`) or tensor parallelism.
 
 Each rank has a part of each parameter, gradient and optimizer state (ZeRO stage 3: Rajbhandari et al., arXiv
-1910.02054). FSDP2 gathers one layer's weights before its passes, and gives each rank its part of the mean gradient
-after them. With tensor parallelism (engine/tensor_parallel.py), each rank computes with its parts. Start reading at
-`build`, which all ranks call. Gossip and checkpoints ask `ShardedLive`, an implementation of `Live`, for whole vectors
-of one fragment at a time, which engine/shards.py gathers.
+1910.02054). Start reading at `build`, which all ranks call. Gossip and checkpoints ask `ShardedLive`, an implementation
+of `Live`, for whole vectors of one fragment at a time, which engine/shards.py gathers.
+
+FSDP2 gathers one layer's weights before its passes, and gives each rank its part of the mean gradient after them. With
+tensor parallelism (Megatron-LM: Shoeybi et al., arXiv 1909.08053; torch's DTensor), each rank computes with some of the
+heads and some of the feed-forward's channels. All ranks compute the same micro-batch, and sum over the ranks twice in
+each block and pass. The embedding is divided by channels, the head by tokens of the vocabulary. Each rank has the gains
+of all norms.
 
 AdamW works on parts as on whole vectors. Muon orthogonalises whole matrices: `ShardedMuon` gathers each matrix on one
 rank for that.
@@ -20,12 +24,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from decentral.core import config
 from decentral.core.fragments import Fragment
 from decentral.core.rank_place import Split
-from decentral.engine import accelerator, tensor_parallel
+from decentral.engine import accelerator
 from decentral.engine.fragment import Arrive, CopyMemory, Live, fragments_of
 from decentral.engine.inner import Inner
 from decentral.engine.muon import MOMENTUM, Muon, muon_step, scratch
@@ -340,7 +345,7 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
         (layer,) = decoder.placed([built], run, device)
         _convert(layer, dtype)
         if tensor:
-            tensor_parallel.divide(layer, mesh)
+            _divide_matrices(layer, mesh)
         else:
             fully_shard(layer, mesh=mesh)
         found[number] = layer
@@ -358,3 +363,35 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
     ranks.take(lives, replica.forward)
     ranks.shards.start()
     return replica
+
+
+def _divide_matrices(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the matrices of an embedding, a block or a head over the ranks of the mesh, in place."""
+    plan: dict[str, ParallelStyle] = {}
+    for path, module in list(layer.named_modules()):
+        name = path.rpartition(".")[2]
+        if name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            plan[path] = ColwiseParallel()
+            _keep_part(module, mesh, {"weight": 0, "bias": 0})
+        elif name in ("o_proj", "down_proj"):
+            plan[path] = RowwiseParallel()
+            _keep_part(module, mesh, {"weight": 1})
+        elif name == "embed_tokens":
+            plan[path] = ColwiseParallel(output_layouts=Replicate())
+            _keep_part(module, mesh, {"weight": 1})
+        elif name == "lm_head":
+            plan[path] = ColwiseParallel(output_layouts=Replicate())
+            _keep_part(module, mesh, {"weight": 0})
+    parallelize_module(layer, mesh, plan)
+
+
+def _keep_part(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) -> None:
+    """Keep only this rank's part of each parameter that `dims` names, along that dimension; keep the others whole."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        dim = dims.get(name)
+        own = parameter.detach()
+        if dim is not None:
+            own = own.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+        placement = Replicate() if dim is None else Shard(dim)
+        part = DTensor.from_local(own.clone().contiguous(), mesh, [placement], run_check=False)
+        module.register_parameter(name, nn.Parameter(part))

@@ -41,7 +41,7 @@ def can_draw() -> bool:
 
 
 @contextmanager
-def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100) -> Iterator["Figure"]:
+def picture(file: str | Path, width_in: float, height_in: float) -> Iterator["Figure"]:
     """Yield a matplotlib figure, and write it to the file when the block ends; the file's suffix names the format.
 
     Raises:
@@ -51,7 +51,7 @@ def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100)
         raise UserError(f"--plot needs {MATPLOTLIB}")
     with _figure(width_in, height_in) as figure:
         yield figure
-        _save(figure, file, dpi)
+        _save(figure, file)
 
 
 def svg_text(draw: Callable[["Axes"], None], height_in: float = 2.8) -> str:
@@ -98,10 +98,10 @@ def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = Mapping
             pyplot.close(figure)
 
 
-def _save(figure: "Figure", file: str | Path, dpi: int) -> None:
+def _save(figure: "Figure", file: str | Path) -> None:
     try:
         with writing("--plot", file):
-            figure.savefig(file, dpi=dpi, facecolor="white")
+            figure.savefig(file, dpi=100, facecolor="white")
     except ValueError as error:
         raise UserError(f"--plot {file}: {error}") from None
 

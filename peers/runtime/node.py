@@ -19,12 +19,12 @@ from enum import Enum, auto
 from random import Random
 from typing import get_args
 
+from decentral.comm.gossip.exchange import ExchangeTag
 from decentral.comm.gossip.gossip_cost import CoresUsed
-from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.tags import RouteTag
+from decentral.comm.rounds.collection import RoundTag
 from decentral.comm.rounds.round import Rounds
-from decentral.comm.rounds.tags import RoundTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import LeaseRequest, RecordsQuery, Refused
 from decentral.comm.wire.meter import Meter

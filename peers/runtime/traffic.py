@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from decentral.comm.gossip.exchange import ExchangeTag
 from decentral.comm.gossip.gossip_cost import GossipTraffic
-from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.wire.transport import Answered, Asked
 from decentral.core.journal.events import TrafficLine
 from decentral.core.machine import Log

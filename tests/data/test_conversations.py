@@ -21,8 +21,8 @@ from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
 from decentral.data import conversations, run_inputs, tokenizer
+from decentral.data.corpora import Reading
 from decentral.data.documents import TextPiece
-from decentral.data.source import Reading
 from decentral.data.stream import TextStream
 from decentral.engine import step
 from decentral.engine.compute import Compute, ComputeSetup

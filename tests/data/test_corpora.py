@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from decentral.core import config, rng
 from decentral.core.errors import UserError
-from decentral.data.corpora import Corpus
+from decentral.data.corpora import Corpus, Runs
 from decentral.data.corpora import corpus as load
-from decentral.data.source import Runs
 
 CONTEXT = 16
 ENOUGH = 20 * (CONTEXT + 2)

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from decentral.core import rng
-from decentral.data.source import Runs, divide
+from decentral.data.corpora import Runs, divide
 
 WINDOW, SHARE = 65, 0.1
 Tokens = npt.NDArray[np.uint16]

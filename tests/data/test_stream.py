@@ -20,7 +20,7 @@ from decentral.core.ids import PeerId
 from decentral.data import corpora, data_files, documents, run_inputs
 from decentral.data import stream as text_stream
 from decentral.data import tokenizer as ours
-from decentral.data.source import Reading
+from decentral.data.corpora import Reading
 from decentral.data.stream import StreamReader, TextStream
 
 CONTEXT, WORDS_OF_A_DOCUMENT, DOCUMENTS = 16, 40, 80

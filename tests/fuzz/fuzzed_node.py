@@ -18,7 +18,7 @@ from typing import Any, Literal
 from decentral.comm.gossip.gossip_cost import CoresUsed
 from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
 from decentral.comm.pipeline.stage import StageConfig
-from decentral.comm.rounds.tags import CollectTag, RoundTag
+from decentral.comm.rounds.collection import CollectTag, RoundTag
 from decentral.comm.wire import codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from decentral.comm.rounds.collection import CollectTag
 from decentral.comm.rounds.members import is_valid
-from decentral.comm.rounds.tags import CollectTag
 from decentral.comm.wire import codec, messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import RoundMember

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decentral.comm.gossip.tags import PullTag
+from decentral.comm.gossip.exchange import PullTag
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import AskFailed, Found
 from decentral.core import jobs

@@ -12,7 +12,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import Holding
 from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
-from decentral.commands.checks import clock, disk, machine, network, running_peer, swarm
+from decentral.commands.checks import disk, machine, network, running_peer, swarm
 from decentral.commands.checks.finding import Finding, FindingState, unknown, warn, wrong
 from decentral.commands.checks.swarm import Visit
 from decentral.core.errors import UserError
@@ -183,7 +183,7 @@ async def _swarm(
             yield network.announced(place.announce, [], place.peer if place.running else None)
         if not place.addresses:
             yield unknown("swarm", "no peer's address is known", "give --join ADDR to check a swarm from here")
-        yield clock.clock([])
+        yield network.clock([])
         return
     try:
         visit = Visit(transport, contacts, swarm_clock, MemberSigner(own, private) if private else own, private)
@@ -191,7 +191,7 @@ async def _swarm(
         yield unknown("swarm", str(error))
         return
     await visit.begin(place.peer)
-    yield clock.clock(visit.ahead_s)
+    yield network.clock(visit.ahead_s)
     for finding in visit.findings(place.peer, running_peer.departure(place.folder, swarm_clock())):
         yield finding
     async for finding in _links(place, visit):

@@ -1,4 +1,4 @@
-"""Check this machine's network: ports, address translation, whether other peers reach it, and the speed of links.
+"""Check this machine's network: ports, address translation, whether peers reach it, links' speed, and peers' clocks.
 
 To find out whether other peers reach this machine, a check asks some peers to dial back (`PeerNetwork.dial_back`).
 """
@@ -7,7 +7,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mode
+from statistics import median, mode
 
 from decentral.comm.net import ports
 from decentral.comm.wire.codec import Envelope
@@ -21,6 +21,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB, Seconds, plural, readable_bytes
 from decentral.peers.membership.records import Profile
+from decentral.peers.runtime.clock import CLOCKS_AGREE_S, MOST_AHEAD_S, difference
 
 ASKED = 3  # at most this many peers are asked to dial back, and at most this many for a download
 PINGS = 3
@@ -39,6 +40,8 @@ SMALLER_PACKETS = "make this machine's packets smaller: ip link set dev INTERFAC
 SMALLER_PACKETS += "tunnel, VPN or router on the way (its MTU, or the ICMP messages that it drops)"
 ALL_OF_THEM = "--listen expects this machine's addresses, such as /ip4/0.0.0.0/tcp/PORT (all IPv4) or /ip6/::/tcp/PORT"
 UNTIL_THEN = "until then it exchanges with peers that can be reached, and with others through their relays"
+RECORD_S = 60.0  # a record in the DHT expires after this; if clocks differ by more, peers ignore new records
+SET_CLOCK = "set this machine's clock: timedatectl set-ntp true (Linux), or start chronyd or ntpd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +291,25 @@ def _ip_and_port(address: str) -> tuple[str, int] | None:
     """Return (IP address, TCP port) of `/ip4/1.2.3.4/tcp/4001...`; None for relayed and other addresses."""
     found = re.match(r"/ip[46]/([0-9a-fA-F.:]+)/tcp/(\d+)", address)
     return (found[1], int(found[2])) if found and "/p2p-circuit" not in address else None
+
+
+def clock(ahead_s: Sequence[Seconds]) -> Finding:
+    """Return the finding about this machine's clock, compared with the median of other peers' clocks.
+
+    Args:
+        ahead_s: Seconds by which each other peer's clock is ahead of this machine's.
+    """
+    ahead_s = [ahead for ahead in ahead_s if abs(ahead) <= MOST_AHEAD_S]
+    if not ahead_s:
+        return unknown("clock", "no other peer's clock to compare with")
+    ahead = median(ahead_s)
+    theirs = f"{len(ahead_s)} peers'" if len(ahead_s) > 1 else "one peer's"
+    if abs(ahead) <= CLOCKS_AGREE_S:
+        return ok("clock", f"{abs(ahead):.1f} s from {theirs}")
+    spread_s = max(ahead_s) - min(ahead_s)
+    apart = f" (their clocks differ by up to {spread_s:.0f} s)" if spread_s > CLOCKS_AGREE_S else ""
+    seen = f"this machine's clock is {difference(-ahead)} {theirs}{apart}"
+    if abs(ahead) <= RECORD_S:
+        return warn("clock", seen, SET_CLOCK)
+    consequence = "a peer that starts here while no other peer answers will not see their records later"
+    return wrong("clock", f"{seen}; {consequence}", SET_CLOCK)

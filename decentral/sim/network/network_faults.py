@@ -1,15 +1,28 @@
-"""Implement network faults: partitions, one-way links, lost packets, damaged, duplicated and late messages."""
+"""Decide which messages of a simulated network are lost, delayed, copied or damaged, and damage their bytes.
 
-from collections.abc import Callable, Iterable
+Start at `NetworkFaults`. `written` and `read` convert a message to bytes, which a fault can damage, and back.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from random import Random
+from typing import TypeVar
 
+from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.transport import BlobBound
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
+from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
 
 LOST_PACKET_S = 0.2  # a packet that is lost and sent again delays its message by at least this time
 RESET = 0.02  # probability that a lost packet resets the message's stream
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -76,3 +89,50 @@ class NetworkFaults:
     def _happens(self, what: str) -> bool:
         rate = self.rates.get(what, 0.0)
         return rate > 0 and self.chance.random() < rate
+
+
+def written(envelope: Envelope) -> bytes:
+    """Return the bytes of an envelope on the wire, with only those bytes of a SyntheticBlob that are in memory."""
+    if isinstance(envelope.blob, SyntheticBlob):
+        envelope = Envelope(envelope.message, b"".join(content for _, content in envelope.blob.segments))
+    stream = _Bytes()
+    _run(blobs.write(stream, envelope))
+    return bytes(stream.data)
+
+
+def read(wire: bytes, bound: BlobBound) -> Envelope | ProtocolError:
+    """Return the envelope in these bytes, or the error that the receiver's codec raises."""
+    try:
+        return _run(blobs.read(_Bytes(wire), bound))[0]
+    except ProtocolError as error:
+        return error
+    except EOFError:
+        return ProtocolError(Reason.CUT, "the stream ended early")
+
+
+class _Bytes:
+    """An in-memory stream for the real codec, on which reads and writes never wait."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = bytearray(data)
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    async def drain(self) -> None: ...
+
+    async def readexactly(self, n: int) -> bytes:
+        if len(self.data) < n:
+            raise asyncio.IncompleteReadError(bytes(self.data), n)
+        part = bytes(self.data[:n])
+        del self.data[:n]
+        return part
+
+
+def _run(work: Coroutine[object, None, T]) -> T:
+    """Return the result of a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as over:
+        return over.value  # type: ignore[no-any-return]
+    raise AssertionError("expected a coroutine that never waits; this one has waited")

@@ -14,7 +14,7 @@ from random import Random
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
-from decentral.sim.network.fault_model import NetworkFaultModel
+from decentral.sim.network.network_faults import NetworkFaults
 
 VERSIONS_KEPT = 2
 
@@ -68,7 +68,7 @@ class Records:
 
     agenda: Agenda
     chance: Random
-    faults: NetworkFaultModel
+    faults: NetworkFaults
     late_s: Seconds = 0.0  # mean time from the storing of a record until lookups find it
     stale: float = 0.0  # probability that a lookup returns a record's previous version
     epoch: Seconds = 0.0  # Unix time at virtual time 0; records expire by Unix time

@@ -4,7 +4,7 @@ Start reading at `Network.ask`. A request (question) follows the rules of comm/n
 within STREAM_ANSWER_S and write the answer within WRITE_S, each sender has a fair share of a target's capacity
 (comm/net/fair_shares.py), and the sender gives up at its deadline. Each message takes the delay of its link. A large
 message also takes the transfer time that shared_links.py computes, and leaves piece by piece if the uplink is slow
-(virtual_uplink.py). Envelopes are passed as objects; only damaged ones go through the real codec (fault_model.py).
+(virtual_uplink.py). Envelopes are passed as objects; only damaged ones go through the real codec (network_faults.py).
 
     ask     question travels -> Asked at the target's host -> Reply -> answer travels -> Answered
             The question fails at once if the target does not run, when the target's process ends, or at the deadline.
@@ -28,7 +28,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import KiB, Seconds
 from decentral.sim.network.agenda import Action, Agenda, TimeLimit, Timer
 from decentral.sim.network.congestion import WITH_HEADERS
-from decentral.sim.network.fault_model import NetworkFaultModel, read, written
+from decentral.sim.network.network_faults import NetworkFaults, read, written
 from decentral.sim.network.shared_links import Geography, SharedLinks, Transfer
 from decentral.sim.network.virtual_proofs import ProvenAsk
 from decentral.sim.network.virtual_uplink import Begin, PacedMessage, VirtualUplink
@@ -183,7 +183,7 @@ class Serving:
 class Network:
     """The virtual network: the ports of all running peers, and the requests under way between them."""
 
-    def __init__(self, agenda: Agenda, geography: Geography, faults: NetworkFaultModel) -> None:
+    def __init__(self, agenda: Agenda, geography: Geography, faults: NetworkFaults) -> None:
         """Begin without ports; `faults` decides what happens to messages in flight."""
         self.agenda, self.geography, self.faults = agenda, geography, faults
         self.links = SharedLinks(agenda, geography)

@@ -1,7 +1,7 @@
 """Watch a live swarm from outside: convert the records in its DHT to lines for the page.
 
 A visitor is not a member of the swarm: it holds no layers, and its key is temporary. Every few seconds it reads the
-records, which peers renew about every 20 s, and pings some peers (signs_of_life.py). Start reading at `visiting`.
+records, which peers renew about every 20 s, and pings some peers (record_lines.py). Start reading at `visiting`.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ from decentral.core.received import facts_of
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.startup.invitation_files import read_holding
 from decentral.peers.startup.visit import VisitedSwarm, visit
-from decentral.view.page.record_lines import ToldRecords
-from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
+from decentral.view.page.record_lines import ASKED_EVERY_S, SignsOfLife, ToldRecords
 from decentral.view.page.source_lines import FactsLine, MissedLine, SourceEvent, Told
 
 LINES_KEPT = 10_000  # at most this many lines wait for the page; if it reads too slowly, the oldest are dropped

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip import deviations, influence
-from decentral.comm.gossip.deviations import Deviations
+from decentral.comm.gossip import influence
+from decentral.comm.gossip.influence import Deviations
 from decentral.comm.gossip.outer_kernels import SHORTER_CODECS
 from decentral.core import rng
 from decentral.core.ids import PeerId
@@ -66,7 +66,7 @@ def little(honest: list[Tensor], number: int) -> Tensor:
 
 @pytest.mark.parametrize("code", ["", *SHORTER_CODECS])
 def test_a_little_is_not_enough(code: str) -> None:
-    counted = [one[-1] for one in Swarm(little, code=code).after(WINDOWS)[3 * deviations.PERIOD_WINDOWS :]]
+    counted = [one[-1] for one in Swarm(little, code=code).after(WINDOWS)[3 * influence.PERIOD_WINDOWS :]]
     assert max(counted) < (0.6 if code == "sparse" else 0.1)
     assert sum(counted) / len(counted) < 0.2
 
@@ -105,7 +105,7 @@ def test_where_all_have_data_of_their_own_all_count_whole() -> None:
 
 
 def test_before_anything_is_old_all_count_whole() -> None:
-    assert Swarm(little).after(2 * deviations.PERIOD_WINDOWS - 1) == [[1.0] * 4] * (2 * deviations.PERIOD_WINDOWS - 1)
+    assert Swarm(little).after(2 * influence.PERIOD_WINDOWS - 1) == [[1.0] * 4] * (2 * influence.PERIOD_WINDOWS - 1)
 
 
 def test_what_is_known_of_partners_who_left_is_forgotten() -> None:

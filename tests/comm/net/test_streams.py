@@ -9,9 +9,11 @@ import pytest
 from decentral.comm.net.streams import KEPT_PER_PEER, KEPT_STREAMS, Asker, NoAnswer, Server, Stream
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong, Probe, Refused
+from decentral.comm.wire.transport import AskError
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from tests.comm.net.loopback import PipeWriter, pipe
+from tests.patient_time import LIMIT_S
 
 A, B = PeerId("A"), PeerId("B")
 
@@ -46,7 +48,7 @@ class Peers:
         writer.close()
 
     async def ask(self, nonce: int = 0, to: PeerId = B) -> object:
-        return (await self.asker.ask(to, Envelope(Ping(nonce)), 0)).envelope.message
+        return (await self.asker.ask(to, Envelope(Ping(nonce)), LIMIT_S, 0)).envelope.message
 
 
 async def pong(sender: PeerId, question: Envelope) -> Envelope:
@@ -143,7 +145,7 @@ def test_no_stream_is_kept_on_which_something_was_refused() -> None:
 def test_bad_input_on_a_kept_stream_is_refused_as_on_a_new_one() -> None:
     async def story(peers: Peers) -> None:
         await peers.ask()
-        answer = await peers.asker.ask(B, Envelope(Probe(0), b"one byte too many"), 0)
+        answer = await peers.asker.ask(B, Envelope(Probe(0), b"one byte too many"), LIMIT_S, 0)
         assert answer.envelope.message == Refused(
             "oversize", "oversize: the blob of this Probe must have at most 0 bytes; got 17"
         )
@@ -158,10 +160,8 @@ def test_a_deadline_that_passes_closes_the_stream() -> None:
             raise AssertionError
 
         peers.server.handler = never
-        asking = asyncio.create_task(peers.ask())
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        with pytest.raises(AskError, match=r"^deadline: no answer within 0\.0 s$"):
+            await peers.asker.ask(B, Envelope(Ping(0)), 0.0, 0)
         assert peers.asker.kept == {}
         assert peers.opened[0].ended
         await asyncio.sleep(0)

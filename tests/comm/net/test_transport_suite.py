@@ -25,11 +25,12 @@ from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, 
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.sim.network.agenda import Agenda
+from decentral.sim.network.network_faults import NetworkFaults
 from decentral.sim.network.shared_links import SiteLink
 from decentral.sim.network.virtual_directory import Records, VirtualDirectory
 from decentral.sim.network.virtual_network import Network
 from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
-from tests.comm.net.virtual_transport import NoFaults, VirtualTransport
+from tests.comm.net.virtual_transport import VirtualTransport
 from tests.patient_time import PatientLoop
 from tests.sim.network.next_action import next_at
 
@@ -145,8 +146,9 @@ class InVirtualTime:
 
     async def start(self, folder: Path, handler: Handler) -> None:
         self.agenda = Agenda()
-        self.network = Network(self.agenda, Near(), NoFaults())
-        self.records = Records(self.agenda, Random(0), NoFaults())
+        faults = NetworkFaults(self.agenda, Random(0), jitter=0.0)
+        self.network = Network(self.agenda, Near(), faults)
+        self.records = Records(self.agenda, Random(0), faults)
         self.a = VirtualTransport(self.network, Identity.load_or_create(folder / "a").peer)
         self.b = VirtualTransport(self.network, Identity.load_or_create(folder / "b").peer)
         await self.b.serve(handler, bound)

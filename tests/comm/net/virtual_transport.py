@@ -78,24 +78,6 @@ class VirtualTransport:
         self._network.unplug(self.peer)
 
 
-class NoFaults:
-    """A NetworkFaultModel on which every message arrives as it was sent."""
-
-    cuts = False
-
-    def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
-        return None
-
-    def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
-        return delay_s
-
-    def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
-        return None
-
-    def copies(self, source: PeerId, target: PeerId) -> int:
-        return 1
-
-
 def _unless_over(future: "asyncio.Future[Outcome]") -> Callable[[Outcome], None]:
     def done(outcome: Outcome) -> None:
         if not future.done():

@@ -12,7 +12,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong
 from decentral.comm.wire.network import DialBack, DialStatus, Identified
 from decentral.comm.wire.transport import Answer, AskError
-from decentral.commands.checks import clock, network
+from decentral.commands.checks import network
 from decentral.commands.checks.finding import Finding, FindingState
 from decentral.commands.checks.network import Seen
 from decentral.core.ids import PeerId, RunId
@@ -138,11 +138,11 @@ def test_real_daemons_say_how_they_see_each_other_and_dial_no_private_addresses(
     ],
 )
 def test_a_clock_is_judged_by_the_median_of_the_others(ahead_s: list[float], state: FindingState) -> None:
-    assert clock.clock(ahead_s).state == state
+    assert network.clock(ahead_s).state == state
 
 
 def test_the_remedy_of_a_wrong_clock_says_which_one_to_set() -> None:
-    assert "60 min behind 3 peers'" in clock.clock([3600.0] * 3).seen
+    assert "60 min behind 3 peers'" in network.clock([3600.0] * 3).seen
 
 
 class Path1400:

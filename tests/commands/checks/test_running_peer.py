@@ -13,7 +13,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.commands import doctor
 from decentral.commands.checks import examine, running_peer
 from decentral.commands.checks.finding import Finding, FindingState, unknown, warn
-from decentral.commands.checks.reason_remedies import REMEDIES
+from decentral.commands.checks.running_peer import REMEDIES
 from decentral.commands.checks.swarm import Visit
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId, RunId

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from decentral.comm.gossip.tags import PullTag
+from decentral.comm.gossip.exchange import PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, open_sealed
 from decentral.comm.wire.messages import Pong

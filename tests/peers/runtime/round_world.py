@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.data.source import Reading
+from decentral.data.corpora import Reading
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.step import train_step
 from decentral.model import decoder

@@ -12,12 +12,12 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decentral.comm.gossip.exchange import BlockingPullTag, PullTag
 from decentral.comm.gossip.gossip_cost import CoresUsed
-from decentral.comm.gossip.tags import BlockingPullTag, PullTag
 from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.pipeline.tags import ForwardTag
-from decentral.comm.rounds.tags import FollowTag
+from decentral.comm.rounds.search import FollowTag
 from decentral.comm.wire import blobs, messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity

@@ -8,7 +8,7 @@ import pytest
 
 from decentral.comm.pipeline.next_peer import HOP_DEADLINE_FLOOR_S
 from decentral.comm.rounds.collection import GONE_S
-from decentral.comm.rounds.tags import FollowTag
+from decentral.comm.rounds.search import FollowTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import RoundQuery
 from decentral.comm.wire.transport import Ask

@@ -1,6 +1,6 @@
 """Bytes are counted, and the journal gets the totals now and then."""
 
-from decentral.comm.gossip.tags import PullTag
+from decentral.comm.gossip.exchange import PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong, Pull
 from decentral.comm.wire.transport import Answered, Asked

@@ -1,7 +1,7 @@
 """Virtual time shows what no real network can in a test: minutes of silence, frozen processes, damage on the way."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 
@@ -14,6 +14,7 @@ from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.congestion import WITH_HEADERS
+from decentral.sim.network.network_faults import NetworkFaults
 from decentral.sim.network.shared_links import SiteLink
 from decentral.sim.network.virtual_network import Network, Outcome, Port, Respond
 from tests.comm.net.virtual_transport import plugged
@@ -44,21 +45,14 @@ class Wires:
         return []
 
 
-@dataclass
-class Bad:
-    """Faults that a test changes."""
+class Bad(NetworkFaults):
+    """Faults that a test changes; none at first."""
 
-    cut: set[tuple[PeerId, PeerId]] = field(default_factory=set)
-    change: Callable[[bytes], bytes] | None = None
-    times: int = 1
-    lost: bool = False
-
-    @property
-    def cuts(self) -> bool:
-        return bool(self.cut)
-
-    def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
-        return 0.0 if (source, target) in self.cut else None
+    def __init__(self) -> None:
+        super().__init__(Agenda(), Random(0), jitter=0.0)
+        self.change: Callable[[bytes], bytes] | None = None
+        self.times = 1
+        self.lost = False
 
     def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
         return float("inf") if self.lost else delay_s
@@ -143,16 +137,16 @@ def test_a_synthetic_blob_takes_the_time_of_its_length(world: World) -> None:
 
 
 def test_behind_a_partition_there_is_nothing_until_the_deadline(world: World) -> None:
-    world.faults.cut = {(A, B), (B, A)}
+    world.faults.one_way = {(A, B): 0.0, (B, A): 0.0}
     world.ask(deadline_s=20)
     assert (world.play(), world.asked) == ([(20.0, "deadline")], [])
 
 
 def test_a_partition_that_heals_before_the_deadline_costs_a_retry(world: World) -> None:
-    world.faults.cut = {(A, B), (B, A)}
+    world.faults.one_way = {(A, B): 0.0, (B, A): 0.0}
     world.ask(deadline_s=60)
     world.play(10)
-    world.faults.cut.clear()
+    world.faults.one_way.clear()
     ((at, what),) = world.play()
     assert what == "pong"
     assert 10 < at < 25
@@ -161,7 +155,7 @@ def test_a_partition_that_heals_before_the_deadline_costs_a_retry(world: World) 
 def test_an_answer_that_cannot_leave_ends_at_the_write_deadline(world: World) -> None:
     world.ask(deadline_s=200)
     world.play(0.2)  # the question is on its way
-    world.faults.cut = {(B, A)}
+    world.faults.one_way = {(B, A): 0.0}
     world.play(WRITE_S)
     assert world.b.open
     world.play(WRITE_S + 1)
