@@ -46,9 +46,7 @@ class SyntheticBlob(bytes):
         """Return whether `other` is a synthetic blob of the same segments."""
         return isinstance(other, SyntheticBlob) and self.segments == other.segments
 
-    def __ne__(self, other: object) -> bool:  # `bytes.__ne__` would compare the contents, which a synthetic blob lacks
-        """Return the opposite of `==`."""
-        return not self == other
+    __ne__ = object.__ne__  # the opposite of `==`; `bytes.__ne__` would compare contents, which a synthetic blob lacks
 
     def __hash__(self) -> int:
         """Return a hash of the segments."""
