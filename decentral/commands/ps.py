@@ -4,7 +4,8 @@
     python -m decentral.ps --json      the same as JSON
 
 Steps, losses and speeds come from the peers' journals. A peer's name and the end of its id are shown as others see
-them. Of other users' peers only the process is shown. `decentral stop` ends peers.
+them. Below the table stands, for each run, the address with which other commands and peers join it. Of other users'
+peers only the process is shown. `decentral stop` ends peers.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
 
 NO_FIGURE = "-"
+ADDRESS_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class PeerStatus:
     loss: float | None  # nats per token
     checkpoint_at: Seconds | None  # Unix time of the newest checkpoint; None: there is none yet
     folder: str | None
+    address: str  # the first address that the peer publishes; "" if not known
 
     @classmethod
     def of(cls, peer: RunningPeer) -> "PeerStatus":
@@ -66,6 +69,7 @@ class PeerStatus:
             loss=work.loss if work and stepped else None,
             checkpoint_at=(changed_at(peer.folder / CHECKPOINT) or None) if peer.folder else None,
             folder=str(peer.folder) if peer.folder else None,
+            address=plain_text(next(iter(facts.addresses), ""), ADDRESS_CHARS) if facts else "",
         )
 
     def row(self, now: Seconds) -> tuple[str, ...]:
@@ -102,6 +106,8 @@ def _main(flags: argparse.Namespace) -> None:
     else:
         now = time.time()
         print(table(STATUS_COLUMNS, [one.row(now) for one in found]))
+        for run, address in {one.run: one.address for one in reversed(found) if one.address}.items():
+            print(f"{run}: --join {address}")
 
 
 def here() -> list[RunningPeer]:

@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 from decentral.commands import table
 from decentral.commands.output import OutputGone, outputs
 from decentral.core.errors import UserError
-from decentral.core.near_names import did_you_mean
+from decentral.core.near_names import did_you_mean, nearest
 from decentral.core.plain_text import error_text, printable
 
 T = TypeVar("T")
@@ -49,7 +49,9 @@ class Parser(argparse.ArgumentParser):
         """Return `; did you mean NEAR?` for the unknown flag or choice that argparse's message names, else ""."""
         if message.startswith(UNRECOGNIZED):
             flag = message.removeprefix(UNRECOGNIZED).split()[0].partition("=")[0]
-            return did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
+            known = {name.lstrip("-"): name for name in self._option_string_actions}
+            near = nearest(flag.lstrip("-"), known) if flag.startswith("--") else None
+            return f"; did you mean {known[near]}?" if near else ""
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
         return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2])) if found else ""
 

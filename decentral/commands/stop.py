@@ -23,6 +23,7 @@ from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
 from decentral.core.peer_folders import CHECKPOINT, changed_at
 from decentral.core.plain_text import printable
+from decentral.core.temporary import is_temporary
 from decentral.core.times import ago
 from decentral.core.units import Seconds, plural
 from decentral.peers.startup.running_peers import RunningPeer, StopRequests
@@ -50,13 +51,16 @@ def _main(flags: argparse.Namespace) -> None:
     asked_at = time.time()
     deadline = time.monotonic() + STOP_S
     all_well = True
+    temporary = {peer for peer in found if peer.folder and is_temporary(peer.folder)}
     with StopRequests.ask(found) as requests:
         for peer in found:
             print(f"stopping {_called(peer, running[peer])}", flush=True)
         for peer in found:
             ended = requests.has_ended(peer, deadline - time.monotonic())
             is_saved, said = False, "still saving; not killed"
-            if ended:
+            if ended and peer in temporary:
+                is_saved, said = True, f"stopped; {peer.folder} is temporary and not kept (--state-dir DIR keeps one)"
+            elif ended:
                 is_saved, said = what_was_saved(peer, asked_at, time.time())
             all_well = all_well and is_saved
             print(f"{_called(peer, running[peer])}: {said}", flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name nearest to `name`, ignoring case; None if none is near."""
     by_lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.5)
     return by_lower[near[0]] if near else None
 
 

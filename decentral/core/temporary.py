@@ -69,6 +69,11 @@ def temporary_folder() -> Iterator[Path]:
         folder.remove()
 
 
+def is_temporary(folder: Path) -> bool:
+    """Return whether this folder, or the folder that it is in, is temporary: its process removes it at its end."""
+    return any((one / LOCK).exists() for one in (folder, folder.parent))
+
+
 def remove_abandoned(place: Path) -> None:
     """Remove the temporary folders in `place` that belong to this user and whose lock is free; links are not followed.
 

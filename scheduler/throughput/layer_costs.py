@@ -269,13 +269,14 @@ def _check_memory(costs: LayerCosts) -> None:
     """Raise UserError if the peers together cannot hold `costs.holders` copies, or the largest layer fits no device."""
     need, have = costs.holders * float(costs.state_L.sum()), float(costs.memory_N.sum())
     if have < need:
+        copies = f"{costs.holders} copies of the model need" if costs.holders > 1 else "the model needs"
         raise UserError(
-            f"topology: {costs.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the peers "
-            f"together have {have / 1e9:.1f} GB: add peers, or plan a smaller model"
+            f"{copies} {need / 1e9:.1f} GB of memory; the peers together have {have / 1e9:.1f} GB: add peers, or plan "
+            f"a smaller model"
         )
     largest = float((costs.state_L + costs.activation_L).max())
     if costs.memory_N.max() < largest:
         raise UserError(
-            f"topology: the largest layer needs {largest / 1e9:.1f} GB; the largest device has "
+            f"the largest layer needs {largest / 1e9:.1f} GB; the largest device has "
             f"{costs.memory_N.max() / 1e9:.1f} GB: plan a narrower model"
         )

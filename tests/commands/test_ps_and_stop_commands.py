@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from decentral.commands import ps, stop
 from decentral.commands.ps import STATUS_COLUMNS, PeerStatus
 from decentral.core.errors import UserError
 from decentral.core.journal.file import Journal
+from decentral.core.temporary import TemporaryFolder
 from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 from tests.commands.peer_processes import TINY, Peers
 from tests.journal_lines import event_of
@@ -38,7 +40,8 @@ def journal(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> None:
     kept.close()
 
 
-STARTED = {"peer": "Qmx3kPq2", "run": "gpt-3fa2c1", "name": "ann"}
+ADDRESS = "/ip4/127.0.0.1/tcp/7/p2p/Qmx3kPq2"
+STARTED = {"peer": "Qmx3kPq2", "run": "gpt-3fa2c1", "name": "ann", "addresses": [ADDRESS, "/ip4/10.0.0.1"]}
 
 
 def training(folder: Path) -> RunningPeer:
@@ -53,7 +56,7 @@ def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
     status = PeerStatus.of(training(tmp_path / "one"))
     assert status == replace(
         status, name="ann", peer="Qmx3kPq2", run="gpt-3fa2c1", phase="training", pid=5, since=BEGAN, step=1234,
-        loss=2.5,        checkpoint_at=BEGAN + 60, folder=str(tmp_path / "one"),
+        loss=2.5,        checkpoint_at=BEGAN + 60, folder=str(tmp_path / "one"), address=ADDRESS,
     )  # fmt: skip
     row = dict(zip(STATUS_COLUMNS, status.row(BEGAN + 400), strict=True))
     assert (row["step"], row["loss"], row["checkpoint"]) == ("1,234", "2.500", "5 min ago")
@@ -62,6 +65,15 @@ def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
     lines = ps.table(STATUS_COLUMNS, [status.row(BEGAN + 400)]).splitlines()
     assert lines[0].split() == list(STATUS_COLUMNS)
     assert lines[1].index(str(tmp_path)) == lines[0].index("folder")
+
+
+def test_below_the_table_is_how_to_join_each_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [training(tmp_path / "one"), training(tmp_path / "two"), RunningPeer(7, os.geteuid() + 1, BEGAN, None)]
+    monkeypatch.setattr(ps, "here", lambda: found)
+    ps.main([])
+    assert capsys.readouterr().out.splitlines()[4:] == [f"gpt-3fa2c1: --join {ADDRESS}"]
 
 
 def test_a_peer_that_starts_is_not_shown_with_the_figures_of_its_last_life(tmp_path: Path) -> None:
@@ -203,6 +215,25 @@ def test_it_is_said_what_is_on_the_disk(tmp_path: Path) -> None:
         False,
         f"stopped, NOT saved (No space left on device); {peer.folder} keeps the checkpoint of 40 s ago",
     )
+
+
+def test_a_peer_of_a_temporary_swarm_is_not_said_to_be_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`decentral local` without --state-dir removes its folder once its peers have ended, perhaps sooner than this."""
+    folder = TemporaryFolder.make()
+    peer = training(folder.path / "peer-0")
+    monkeypatch.setattr(stop, "here", lambda: [peer])
+
+    class Ended:
+        def has_ended(self, _peer: RunningPeer, _seconds: float) -> bool:
+            folder.remove()
+            return True
+
+    monkeypatch.setattr(StopRequests, "ask", lambda _peers: nullcontext(Ended()))
+    assert stop.main(["--all"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"ann (pid 5): stopped; {peer.folder} is temporary and not kept (--state-dir DIR keeps one)"
 
 
 @pytest.mark.swarm

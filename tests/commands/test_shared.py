@@ -63,6 +63,8 @@ def test_logs_are_named_once_each() -> None:
 def test_an_unknown_flag_or_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"arguments: --dahboard; did you mean --dashboard\?"):
         peer.parse(["--dahboard"])
+    with pytest.raises(UserError, match=r"arguments: --seconds \(see"):  # not --events
+        local.parse(["--seconds", "240"])
     assert decentral_main.main(["per"]) == 2
     assert capsys.readouterr().err.endswith("got 'per'; did you mean peer?\n")
 
