@@ -8,9 +8,9 @@ Start at the protocol `OuterKernels`; `TorchKernels` is the reference. The algor
             q is the window's pseudo-gradient as partners decode it. `gossip.code` chooses the quantiser Q. Kernels
             handle only q4 bytes, which can store every value of q1 and sparse: a partner's blob in these codes is
             converted to q4 when it arrives, and our q4 blob is converted to them before it is published.
-    merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   our own pseudo-gradient first
-            phi = phi - v_i (phi - phi_i)     first, and only in the slices of slow weights that were pulled from i
-            phi = phi - g                                         comm/gossip/pull_rule.py has the weights w and v
+    merge:  phi = phi - v_i (phi - phi_i)    by calls of its own: for each slice of slow weights that was pulled from i
+            g = ((0 + w_0 q_0) + w_1 q_1) + ...                  then our own pseudo-gradient and those of partners
+            phi = phi - g                    w and v are the factors of q_i and (phi - phi_i) in comm/gossip/trust.py
             correction = rho (phi - baseline);  baseline = baseline + correction
             With sparse, correction and baseline are then lowered by rho UNSENT_KEPT residual, so that the live weights
             keep a part of the training that is not published yet (comm/gossip/pull_rule.py).

@@ -3,15 +3,17 @@
 Start at `PartnerHistory.believed`, at the end of the file. A window is what a peer trains between two closes. A peer
 whose own window has the pseudo-gradient q_0 and n_0 tokens merges partners with q_i and slow weights phi_i:
 
-    phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i clip(|phi - phi_i|) (phi - phi_i)
+    phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i near(|phi - phi_i|) (phi - phi_i)
     s_i     = min(MOST_SHARE, t_i c_i / (n_0 + sum_j t_j c_j))                     share of the merge
     t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i      trust in the window, from 0 to 1
     c_i     = min(tokens_i, explained_i, copied_i, TIMES_USUAL_TOKENS usual tokens)     tokens credited
     clip(x) = min(1, TIMES_USUAL usual(x) / x)
+    near(x) = clip(x), but falling to 0 between TIMES_NEAR and 2 TIMES_NEAR usual(x)
 
 tokens_i is the claim after `TokenClaims` has bounded it. copied_i is the claim of the window that i's window copies or,
-if larger, the usual claim. comm/gossip/influence.py computes s, explained, plausible and clip; `Outliers` in that file
-computes not_far_i and a_i, the trust in slow weights. If our window has no tokens, t_i = 1 and c_i = tokens_i.
+if larger, the usual claim. comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and near
+(`nearness`); `Outliers` in that file computes not_far_i and a_i, the trust in slow weights. If our window has no
+tokens, t_i = 1 and c_i = tokens_i.
 
 `saves` shows an attack by one peer of five: the final loss over the loss with honest peers only. The first figure is
 without the factor (for with_us, s and clip: without any factor), the second with all factors. `costs` is measured with

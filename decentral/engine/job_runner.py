@@ -48,7 +48,7 @@ class StageLayers(Protocol):
     def backward(self, job: jobs.Backward) -> jobs.Outcome:
         """Run the backward pass of a pending micro-batch, and add its gradients to the open (not yet sealed) sum."""
 
-    def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
+    def forget(self, executions: Sequence[int]) -> jobs.Forgotten:
         """Drop the pending executions with these ids and free their memory; unknown ids are ignored."""
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:

@@ -203,10 +203,10 @@ class StageRunner:
         slow_down(self.device, time.perf_counter() - began, share(self._cuts, first, last))
         return jobs.Undone(job.token, True)
 
-    def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
+    def forget(self, executions: Sequence[int]) -> jobs.Forgotten:
         """Free the autograd graphs of the executions with these ids: no backward pass will be requested for them."""
-        for token in tokens:
-            self.pending.pop(token, None)
+        for execution in executions:
+            self.pending.pop(execution, None)
         return jobs.Forgotten()
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:

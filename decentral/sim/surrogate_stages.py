@@ -102,10 +102,10 @@ class SurrogateStages:
         del self.pending[job.token]
         return self._backed(job, execution, 0.0)
 
-    def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
-        """Drop the pending executions whose ids are in `tokens`; ignore unknown ids."""
-        for token in tokens:
-            self.pending.pop(token, None)
+    def forget(self, executions: Sequence[int]) -> jobs.Forgotten:
+        """Drop the pending executions with these ids; ignore unknown ids."""
+        for execution in executions:
+            self.pending.pop(execution, None)
         return jobs.Forgotten()
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
