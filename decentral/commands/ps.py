@@ -29,7 +29,7 @@ from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
 
 NO_FIGURE = "-"
-ADDRESS_CHARS = 300
+MOST_CELL_CHARS = 4096  # of a folder or an address
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PeerStatus:
             loss=work.loss if work and stepped else None,
             checkpoint_at=(changed_at(peer.folder / CHECKPOINT) or None) if peer.folder else None,
             folder=str(peer.folder) if peer.folder else None,
-            address=plain_text(next(iter(facts.addresses), ""), ADDRESS_CHARS) if facts else "",
+            address=plain_text(next(iter(facts.addresses), ""), MOST_CELL_CHARS) if facts else "",
         )
 
     def row(self, now: Seconds) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class PeerStatus:
             NO_FIGURE if self.step is None else f"{self.step:,}",
             NO_FIGURE if self.loss is None else f"{self.loss:.3f}",
             NO_FIGURE if self.checkpoint_at is None else ago(self.checkpoint_at, now),
-            plain_text(self.folder or NO_FIGURE, 4096),
+            plain_text(self.folder or NO_FIGURE, MOST_CELL_CHARS),
         )
 
 
