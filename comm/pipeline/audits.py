@@ -15,9 +15,10 @@ peer that has seen both numbers can recognise an audit. The executions of an aud
 An audit costs the passes through all later layers. An aborted execution costs its passes once more with exact
 gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds
 AUDIT_SHARE of this peer's own passes to its budget for audits, so the audits of all peers along a route cost that share
-of its passes, however many peers there are. The budget may be overdrawn by OPENING_AUDITS requests, but by one for each
-OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often while they are right. An
-audit that finds a wrong answer is not charged, since liars could use up the budget under ever new names.
+of its passes, however many peers there are. For a new peer or a liar the budget may be overdrawn by OPENING_AUDITS
+requests, but by one for each OPENING_EVERY answers at most. Every right answer in a row halves the first of these
+bounds, so that a peer that is trusted is audited only from what the budget holds. An audit that finds a wrong answer is
+not charged, since liars could use up the budget under ever new names.
 
 An answer is unusual if the loss or the norm of the gradient is far from those of earlier answers for the same layers
 (`Usual`; the idea of SENTINEL, arXiv 2603.03592). It is audited at once, however much its peer is trusted.
@@ -46,7 +47,7 @@ from decentral.core.units import Seconds
 AUDIT_SHARE = 0.003  # a micro-batch that a peer sends on adds this part of the peer's passes to its budget for audits
 LEAST_OWN = 0.1  # a peer's passes count as at least this part of the model's, so that one with few layers audits, too
 STEADY = 0.75  # this part of AUDIT_SHARE is for peers with many right answers, the rest for new peers and known liars
-OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
+OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests to audit a new peer's first answers
 OPENING_EVERY = 8  # of these requests on credit, at most one is sent for this many answers
 OPEN_AUDITS = 4  # at most this many audits run at a time: each keeps a micro-batch's activations in memory
 MOST_ASKED = 6  # an audit asks at most this many peers, including the audited peer and peers that refuse as busy
@@ -205,9 +206,9 @@ class RouteAudits:
         self.owed = max(0.0, self.owed - allowed)
         if chance is None or known.stage.synchronous or len(self.open) >= OPEN_AUDITS:
             return []
-        credit = min(OPENING_AUDITS - 1, self.answers // OPENING_EVERY) + UNUSUAL_AUDITS * unusual
-        seldom = cost / (STEADY * allowed)
-        often = 1.0 if unusual else 1 / max(1.0, min(seldom, known.trust.interval(peer)))
+        interval, seldom = known.trust.interval(peer), cost / (STEADY * allowed)
+        credit = min(OPENING_AUDITS - 1, self.answers // OPENING_EVERY) // interval + UNUSUAL_AUDITS * unusual
+        often = 1.0 if unusual else 1 / max(1.0, min(seldom, interval))
         if self.owed > credit * cost or chance.random() >= often:
             return []
         audit = Audit(

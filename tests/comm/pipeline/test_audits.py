@@ -160,6 +160,21 @@ def test_audits_cost_one_share_of_all_passes_however_many_peers_a_route_has(midd
     assert sum(allowed for allowed, _ in prices) == pytest.approx(AUDIT_SHARE * 2 / 3)  # the end audits nobody
 
 
+def test_trusted_peers_are_not_audited_on_credit_and_a_newcomer_is() -> None:
+    """What was spent on credit is paid back before a trusted peer is audited again."""
+    world = played(swarm("XYZ", overlap=False), 60.0)
+    audits = [world.peers[PeerId(name)].routes.audits for name in "AB"]
+    for one in audits:
+        _, cost = one.price(0, 2)
+        assert one.answers > 100
+        assert 0 < one.owed <= OPENING_AUDITS / 2 * cost
+    newcomer = world.add("W", 2, 3, device=Comparing(end=3, lies=True))
+    newcomer.routes.start()
+    world.run(10.0)
+    assert wrong(world) == {"W"}
+    assert counted(newcomer) < 15
+
+
 @pytest.mark.parametrize("lie", [2, 3])
 def test_a_trusted_peer_whose_gradients_become_unusual_is_found_within_twenty_answers(lie: int) -> None:
     world = swarm("XYZ")
@@ -198,7 +213,7 @@ def test_with_exact_gradients_an_audit_drops_its_own_executions_only() -> None:
     assert found.sound
     assert found.everywhere > 300
     audits = sum(len(line["peers"]) - 1 for _, line in lines(world))
-    assert 10 < audits == found.dropped
+    assert 6 <= audits == found.dropped
 
 
 def test_with_two_holders_nobody_can_tell_who_lies() -> None:
@@ -249,7 +264,7 @@ def test_an_audit_looks_like_any_other_request() -> None:
     sent = [one for own in requests.values() for one in own]
     numbers = {(one.origin, one.number) for one in sent}
     audits = [one for one in sent if (one.origin, twin(one.number)) in numbers]
-    assert len(audits) >= 16  # pairs of a micro-batch and its audit
+    assert len(audits) >= 12  # pairs of a micro-batch and its audit
     for to, own in requests.items():
         pairs = {(one.origin, twin(one.number)) for one in own} & {(one.origin, one.number) for one in own}
         assert pairs == set(), f"{to} has seen both of a pair"
