@@ -154,15 +154,14 @@ class ExecutionLifecycle:
                 return self.table.give_up(execution, reason)
 
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
-        load = self.forwarding.load
-        load.tokens = done.tokens
         gradients = self.admission.stage.forms(execution.last, done.sequences).gradients
         execution.forward_done(NextHop(done.tokens, done.layout, done.blob, gradients), done.sequences)
         if isinstance(execution, OwnExecution):
             execution.name(done.number)
-            if self.admission.window.typical_s is None:
-                limit_s = self.admission.window.budget_s(self.forwarding.route_s(execution))
-                execution.until = execution.started_at + limit_s
+        self.forwarding.load.forward_done(execution, done.tokens)
+        if isinstance(execution, OwnExecution) and self.admission.window.typical_s is None:
+            limit_s = self.admission.window.budget_s(self.forwarding.route_s(execution))
+            execution.until = execution.started_at + limit_s
         return self.forwarding.send(execution, now, "forward pass done")
 
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
@@ -173,7 +172,7 @@ class ExecutionLifecycle:
             execution.name(done.number)
         undo = execution.undo if isinstance(execution, ForwardedExecution) else None
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own, undo)
-        self.forwarding.load.backward_done(execution, done.tokens)
+        self.forwarding.load.backward_done(execution, done.tokens, alone=response is not None)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
             return effects + self.table.ledger.add(execution.token, entry, CommitState.ABORTED)

@@ -159,11 +159,23 @@ class StageLoad:
         """Replace the present stage, because the peer's layers or limits have changed."""
         self.stage = stage
 
-    def backward_done(self, execution: StageExecution, tokens: int) -> None:
-        """Add an execution of `tokens` tokens, whose backward pass is done, to the work since the last step."""
+    def forward_done(self, execution: StageExecution, tokens: int) -> None:
+        """Add the forward pass of an execution of `tokens` tokens to the work since the last step."""
+        self._add(execution, tokens, self._shares_of(execution.id.first, execution.last)[1])
+
+    def backward_done(self, execution: StageExecution, tokens: int, alone: bool) -> None:
+        """Add the backward pass of an execution to the work since the last step; both passes if not `alone`.
+
+        Steps need not wait for executions between their passes (`routes.overlap`), so each pass counts when it is done.
+        """
+        whole, forward = self._shares_of(execution.id.first, execution.last)
+        self._add(execution, tokens, whole - forward if alone else whole)
+
+    def _add(self, execution: StageExecution, tokens: int, part: float) -> None:
         self.tokens = tokens
-        self._worked += tokens * self.share(execution.id.first, execution.last)
-        self._full += tokens * self.share(self.stage.first, self.stage.last)
+        self._worked += tokens * part
+        whole = self.share(execution.id.first, execution.last)
+        self._full += tokens * self.share(self.stage.first, self.stage.last) * part / max(whole, 1e-300)
 
     def measure_speed(self, seconds: Seconds) -> None:
         """Update the speed at a step, given that this peer has computed for `seconds` seconds since the last step.

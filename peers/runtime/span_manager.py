@@ -145,7 +145,7 @@ class SpanManager:
         if self.span_move.drains and not routes.draining:
             routes.drain()
             effects += routes.handle(Woke(), now)
-        if self.span_move.drains and not self.swarm_plans.all_held:
+        if self.span_move.gives_up(now) or (self.span_move.drains and not self.swarm_plans.all_held):
             effects += routes.give_up_all()
         if self.span_move.phase is MovePhase.DRAINING and routes.idle:
             effects += self.moved(Drained(), now)

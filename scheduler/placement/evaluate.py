@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgpack
 import numpy as np
@@ -28,6 +28,9 @@ from decentral.scheduler.throughput.link_limits import UNMEASURED_LINK, TokenLin
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
+if TYPE_CHECKING:
+    from decentral.scheduler.throughput.max_flow import MaxFlow
+
 FIRST = 0  # micro-batches enter the model at the fragment with this index
 HORIZON_S = 600.0  # a plan's worth is on how many tokens the swarm trains in this time, of which moves take a part
 SEARCH_ROUNDS = 100_000  # a search has SEARCH_ROUNDS / (peers * fragments ** 2) rounds, which take about one second
@@ -35,6 +38,7 @@ LEAST_ROUNDS = 10
 DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches
 MOST_PLANNED_SPANS = 4096
 MOST_PLANNED = 1024  # with more peers * fragments than this, no plans are made
+USUAL_DELAY_S = 0.03  # assumed one-way delay of a link between two peers, which records do not tell
 LEAST_TOKENS_PER_S = 1e-3  # assumed speed of a peer without a published speed, to avoid division by zero
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
@@ -155,6 +159,18 @@ class FragmentCosts(LayerCosts):
     needs: MemoryNeeds
     tokens_per_s: float
     tight: bool = False  # whether a search may use memory down to the least number of micro-batches in flight
+    micro_batch_tokens: int = 0  # 0: do not count micro-batches in flight
+
+    def reached(self, spans_N2: Ints, flow: "MaxFlow") -> float:
+        """Return the tokens/s of a flow that memory for micro-batches in flight allows, with links of usual delays."""
+        if not self.micro_batch_tokens or flow.tokens_per_s <= 0:
+            return flow.tokens_per_s
+        from decentral.scheduler.throughput import planned_in_flight, routes
+
+        paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
+        delay_NN = np.full((self.peers, self.peers), USUAL_DELAY_S)
+        pipeline = planned_in_flight.Pipeline(self, delay_NN, self.micro_batch_tokens, 1)
+        return float(pipeline.carried(paths, [(int(a), int(b)) for a, b in spans_N2]).sum())
 
     def compute_bound(self) -> float:
         """Return the sum of all peers' speeds in tokens/s, including peers that may not begin micro-batches."""
@@ -222,7 +238,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         seconds_NL=seconds,
         state_L=np.array(needs.state_of_parts, dtype=np.float64),
         fetched_L=FETCHED_BYTES * parameters,
-        activation_L=np.array(needs.activations, dtype=np.float64),
+        activation_L=np.maximum(1.0, np.array(needs.activations, dtype=np.float64)),
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
@@ -234,6 +250,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         link_share=task.links.link_share,
         needs=needs,
         tokens_per_s=float(speeds.sum()),
+        micro_batch_tokens=task.links.micro_batch_tokens,
     )
 
 

@@ -40,7 +40,7 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed move is not repeated sooner
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
-DRAIN_MOST_S = 30.0  # a move fails if running micro-batches do not finish within this time
+DRAIN_MOST_S = 30.0  # a move fails, unless others rely on it, if running micro-batches do not finish within this time
 LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as it has granted one (`_brings`)
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
@@ -66,10 +66,7 @@ class MemoryBudget:
     layouts: tuple[Layout, ...]  # for each fragment of the model: the arrays of its state
 
     def fits(self, begin: int, end: int) -> bool:
-        """Return whether fragments [begin, end) fit into memory and are not the whole model.
-
-        No peer moves to the whole model, since it would then train without routes.
-        """
+        """Return whether fragments [begin, end) fit into memory and are not the whole model, to which no peer moves."""
         return 0 < end - begin < len(self.needs.fragments) and self.needs.span_bytes(begin, end) <= self.memory_bytes
 
 
@@ -224,6 +221,12 @@ class SpanMove:
         """Return whether this peer must refuse new stage executions, because it is about to change its layers."""
         return self.phase in (MovePhase.DRAINING, MovePhase.SWITCHING)
 
+    def gives_up(self, now: Seconds) -> bool:
+        """Return whether executions that have not finished in time must be given up, as others rely on the move."""
+        if self.phase is not MovePhase.DRAINING or now < self._drain_until:
+            return False
+        return self._brings(now) or not all(map(self.view.holders, {*self.target} - {*self.held}))
+
     @property
     def needed(self) -> int:
         """Return how many other holders each given-up layer must keep."""
@@ -274,8 +277,7 @@ class SpanMove:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._proceed(now)
             case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.phase is MovePhase.FETCHING:
-                effects = self.fetch.handle(event, now)
-                return [*effects, *(self._proceed(now) if self.fetch.complete else ())]
+                return [*self.fetch.handle(event, now), *(self._proceed(now) if self.fetch.complete else ())]
             case Answered(tag=LeaseTag() as tag) | AskFailed(tag=LeaseTag() as tag) if self._awaits(tag):
                 granted = isinstance(event, Answered) and isinstance(event.envelope.message, Done)
                 self.requests.answered(tag.fragment, event.peer if granted else None)
@@ -308,7 +310,7 @@ class SpanMove:
 
     def _proceed(self, now: Seconds) -> list[MoveEffect]:
         self.wake_at = now + MOVE_RETRY_S
-        if self.phase is MovePhase.DRAINING and now >= self._drain_until:
+        if self.phase is MovePhase.DRAINING and now >= self._drain_until and not self.gives_up(now):
             return self._fail(Reason.LEGS, now)
         if self.phase is MovePhase.DRAINING and self._lessors_are_gone():
             return self._fail(Reason.NEEDED, now)  # keep the old layers: too few other peers hold them now
@@ -329,11 +331,10 @@ class SpanMove:
         return [*self.fetch.ask()]
 
     def _request_leases(self, now: Seconds) -> list[MoveEffect]:
-        asked: list[tuple[int, PeerId]] = []
+        asked, most = list[tuple[int, PeerId]](), SPARE_REQUESTS + self.needed
         for index in self._unleased:
             others = [peer for peer in self._keepers(index) if peer not in self.requests.granted[index]]
-            count = min(SPARE_REQUESTS + self.needed, len(others))
-            asked += [(index, peer) for peer in self.chance.sample(others, count)]
+            asked += [(index, peer) for peer in self.chance.sample(others, min(most, len(others)))]
         self.requests.asked(len(asked))
         if not asked:
             return self._leases_heard(now)
@@ -352,8 +353,7 @@ class SpanMove:
             waits = self.why == "plan" and (now < self._lease_until or self._brings(now))
             return [] if waits else self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
-        self._drain_until = now + DRAIN_MOST_S
-        self.wake_at = now + MOVE_RETRY_S
+        self._drain_until, self.wake_at = now + DRAIN_MOST_S, now + MOVE_RETRY_S
         return []
 
     @property

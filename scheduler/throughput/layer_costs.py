@@ -10,7 +10,7 @@ token: a block's activations in 16 bits without the attention matrix, which the 
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of
 from decentral.core.memory_needs import LEAST_IN_FLIGHT
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology import Topology, sites_of
+
+if TYPE_CHECKING:
+    from decentral.scheduler.throughput.max_flow import MaxFlow
 
 STATE_BYTES = 36.0  # device memory per parameter; the module's docstring has the sum
 FETCHED_BYTES = 4.0  # bytes per parameter that a newcomer downloads: the weights in fp32, but no moments
@@ -77,6 +80,10 @@ class LayerCosts:
     def compute_bound(self) -> float:
         """Return the tokens/s that the swarm would train if every device always computed and links cost nothing."""
         return float((1 / self.seconds_NL.sum(axis=1)).sum())
+
+    def reached(self, spans_N2: Ints, flow: "MaxFlow") -> float:
+        """Return the tokens/s of a flow through spans."""
+        return flow.tokens_per_s
 
     def fits(self, peer: int, first: int, last: int) -> bool:
         """Return whether layers [first, last) and their `least_in_flight` micro-batches fit in a peer's memory."""

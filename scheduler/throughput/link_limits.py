@@ -32,11 +32,16 @@ class TokenLinks:
 
     hidden_bytes: float  # bytes of one token between two layers, as routes send it (`crossing_bytes`)
     link_share: float  # share of each link that gossip may use
+    # With `routes.overlap`: tokens of a micro-batch. 0: plans do not count micro-batches in flight, as few ever are.
+    micro_batch_tokens: int = 0
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return a run's figures."""
-        return cls(crossing_bytes(config, WIRE_BYTES[config.routes.wire]), config.gossip.share_beside_tokens)
+        sequences = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
+        crossing = crossing_bytes(config, WIRE_BYTES[config.routes.wire])
+        in_flight = sequences * config.model.context if config.routes.overlap else 0
+        return cls(crossing, config.gossip.share_beside_tokens, in_flight)
 
     def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
         """Return how many tokens/s may enter or leave a peer beside its gossip; a token that does both counts twice.

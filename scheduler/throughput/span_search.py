@@ -94,7 +94,7 @@ class FlowProblem:
     def reached(self, spans_N2: Ints, flow: MaxFlow) -> float:
         """Return the tokens/s of a flow through these spans, less what micro-batches in flight cost."""
         if self.flights is None or flow.tokens_per_s <= 0:
-            return flow.tokens_per_s
+            return self.costs.reached(spans_N2, flow)
         return self.carried(spans_N2, flow).tokens_per_s
 
     def carried(self, spans_N2: Ints, flow: MaxFlow) -> Carried:
@@ -372,7 +372,7 @@ def spans_replan(
 def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: float) -> float:
     """Return on how many tokens the swarm trains in `seconds_ahead` seconds, after the slowest download of layers."""
     pause = link_limits.download_s(costs, max_flow.held(costs, old_N2), max_flow.held(costs, new_N2))
-    return max_flow.maximum(costs, new_N2).tokens_per_s * max(0.0, seconds_ahead - pause)
+    return costs.reached(new_N2, max_flow.maximum(costs, new_N2)) * max(0.0, seconds_ahead - pause)
 
 
 def _newcomers_placed(problem: FlowProblem, kept_N2: Ints) -> Ints:

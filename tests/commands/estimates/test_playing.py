@@ -10,7 +10,7 @@ import pytest
 from decentral.commands.estimates import playing
 from decentral.commands.estimates.machines import machines_of
 from decentral.commands.estimates.places import groups_of, topology_of
-from decentral.commands.estimates.playing import EVENT_PEER_S, EVENT_S, WARM_UP_S, PlayedSwarm, judge, play
+from decentral.commands.estimates.playing import EVENT_PEER_S, EVENT_S, UNPLAYED_SHARE, WARM_UP_S, PlayedSwarm, judge, play
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.scheduler.throughput.plan import throughput_plan
@@ -84,8 +84,8 @@ def test_a_judge_plays_plans_and_promises_the_same_again(monkeypatch: pytest.Mon
     assert plan.reason.startswith("Played: ")
     monkeypatch.setattr(playing, "MOST_PLAYED", 1)
     unplayed = planned()
-    assert unplayed.throughput["tokens_per_s"] == unplayed.throughput["estimated"]
-    assert unplayed.reason.startswith("Not played: the swarm is too large for the time. Estimated: ")
+    assert unplayed.throughput["tokens_per_s"] == UNPLAYED_SHARE * unplayed.throughput["estimated"]
+    assert unplayed.reason.startswith("Not played, as the swarm is too large for the time: promised is 20% of")
 
 
 def test_once_the_time_is_too_short_for_a_plan_no_larger_one_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_once_the_time_is_too_short_for_a_plan_no_larger_one_is_played(monkeypat
 
     monkeypatch.setattr(playing, "run", noted)
     monkeypatch.setattr(playing, "LEAST_COUNTED", 1e9)
-    verdict = judge(run, swarm, SearchBudget(1e-6))(finalists)
+    verdict = judge(run, swarm, SearchBudget(1.0))(finalists)
     assert len({len(plan.spans) for plan in finalists}) > 1
     assert sizes == [min(len(plan.spans) for plan in finalists)] * 2
     assert verdict is not None

@@ -36,7 +36,7 @@ HONEST = {
 
 
 def task(stranger: TrainingPeer) -> PlanTask:
-    return PlanTask(NEEDS, tuple(sorted({**HONEST, PeerId("z"): stranger}.items())), TokenLinks(1024.0, 0.8), 1)
+    return PlanTask(NEEDS, tuple(sorted({**HONEST, PeerId("z"): stranger}.items())), TokenLinks(1024.0, 0.8, 128), 1)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,11 @@ def test_a_plan_in_which_equal_peers_change_places_moves_as_few_as_it_can() -> N
     new, tokens = without_useless_moves(asked, work_of(asked), old, old[[0, 3, 4, 5, 0, 3]], most=10)
     assert (new != old).any(axis=1).sum() == 1
     assert tokens > 1.9 * max_flow.maximum(work_of(asked), old).tokens_per_s * (HORIZON_S - DRAIN_COST_S)
+
+
+def test_a_peer_with_little_memory_is_worth_more_at_the_last_layers_where_micro_batches_stay_for_less_time() -> None:
+    """The flow is 200 tokens/s either way. A micro-batch occupies the first peer for 2 s, the second for 1 s."""
+    tight = {PeerId("a"): TrainingPeer(range(2), 27 * 10**6, 100.0, 1e8), PeerId("b"): HONEST[PeerId("b")]}
+    asked = PlanTask(NEEDS, tuple(tight.items()), TokenLinks(1024.0, 0.8, 100), 1)
+    found = evaluate_plans(EvaluatePlans(1, asked, ((("a", 2, 4), ("b", 0, 2)),), searches=False, seed=1))
+    assert found.stay_tokens < 100 * HORIZON_S < 190 * (HORIZON_S - 20) < found.proposed[0]

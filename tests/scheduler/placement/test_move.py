@@ -428,6 +428,23 @@ def test_a_peer_whose_promise_lets_another_give_up_layers_goes_on_with_its_move(
     assert swarm["A"].phase is MovePhase.LEASING
 
 
+def test_a_peer_whose_promise_lets_another_give_up_layers_moves_even_if_its_executions_do_not_end() -> None:
+    swarm = exchange()
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    swarm.arrive("B")
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    assert swarm["A"].drains
+    assert not swarm["A"].gives_up(swarm.now)
+    swarm.wake("A", DRAIN_MOST_S)
+    assert swarm["A"].gives_up(swarm.now)
+    swarm.arrive("A")
+    assert swarm["A"].held == range(2, 4)
+
+
 def test_without_a_plan_single_holders_exchange_nothing() -> None:
     swarm = exchange()
     swarm.begin("B", range(0, 2))
