@@ -10,7 +10,15 @@ import pytest
 from decentral.commands.estimates import playing
 from decentral.commands.estimates.machines import machines_of
 from decentral.commands.estimates.places import groups_of, topology_of
-from decentral.commands.estimates.playing import EVENT_PEER_S, EVENT_S, UNPLAYED_SHARE, WARM_UP_S, PlayedSwarm, judge, play
+from decentral.commands.estimates.playing import (
+    EVENT_PEER_S,
+    EVENT_S,
+    UNPLAYED_SHARE,
+    WARM_UP_S,
+    PlayedSwarm,
+    judge,
+    play,
+)
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.scheduler.throughput.plan import throughput_plan
