@@ -188,6 +188,12 @@ def test_a_public_constant_has_one_value() -> None:
     assert repeated(one for module in MODULES for one in constants(module)) == {}
 
 
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_waits_so_that_a_cancellation_can_be_lost(module: str) -> None:
+    """`asyncio.wait_for` of Python 3.11 loses one that comes with the result; `asyncio.timeout` does not."""
+    assert "asyncio.wait_for(" not in MODULES[module].read_text()
+
+
 def test_an_exception_names_code_that_is_there() -> None:
     defined = {f"{module}.{node.name}" for module in MODULES for node in [*classes(module), *functions(module)]}
     assert set(EXCEPTIONS) <= defined | set(MODULES)

@@ -117,7 +117,8 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader_task = asyncio.create_task(self._read_outputs(ready))
         try:
-            await asyncio.wait_for(ready, LIBP2P_START_S)
+            async with asyncio.timeout(LIBP2P_START_S):
+                await ready
         except TimeoutError:
             raise P2PDaemonError(f"the libp2p daemon did not start in {LIBP2P_START_S:g} s; try again") from None
 
@@ -126,7 +127,8 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
         self._terminate()
         if self._child is not None:
             try:
-                await asyncio.wait_for(self._child.wait(), LEAVE_S)
+                async with asyncio.timeout(LEAVE_S):
+                    await self._child.wait()
             except TimeoutError:
                 with suppress(ProcessLookupError):
                     self._child.kill()

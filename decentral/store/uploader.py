@@ -158,9 +158,10 @@ async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
     )
     last = deque[bytes](maxlen=LAST_LINES)
     try:
-        while said := await asyncio.wait_for(output.readline(), STALLED_S):
+        while said := await _said(output):
             last.append(said)
-        code = await asyncio.wait_for(_exit_code(process), STALLED_S)
+        async with asyncio.timeout(STALLED_S):
+            code = await _exit_code(process)
     except TimeoutError:
         return {}, f"nothing was sent for {STALLED_S:g} s"
     except ValueError:
@@ -178,6 +179,12 @@ async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
     why = (last[-1] if last else b"").decode(errors="replace").removeprefix("error:")
     words = printable(" ".join(why.split()), UPLOADER_LINE_BYTES)
     return {}, words or f"exit code {code}"
+
+
+async def _said(output: asyncio.StreamReader) -> bytes:
+    """Return the next line, b"" at the end. Raise TimeoutError if none comes for STALLED_S seconds."""
+    async with asyncio.timeout(STALLED_S):  # `wait_for` of Python 3.11 loses a cancellation that comes with the line
+        return await output.readline()
 
 
 async def _exit_code(process: "subprocess.Popen[bytes]") -> int:

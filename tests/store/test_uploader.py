@@ -136,6 +136,34 @@ def test_a_peer_that_ends_does_not_wait_for_a_store_that_hangs(upload: Upload) -
     assert upload.said[-1].startswith("warning: the last checkpoint is not uploaded yet; go on with: decentral push")
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_an_upload_that_is_cancelled_while_a_line_comes_ends(upload: Upload, turns: int) -> None:
+    """A cancellation that came with a line was lost, and a peer that ended waited for its store for five minutes."""
+    upload.runs(HANGS)
+
+    async def story() -> None:
+        loop, waits = asyncio.get_running_loop(), asyncio.Event()
+        first, never = loop.create_future(), loop.create_future()
+        coming = [first, never]
+
+        async def readline(_: asyncio.StreamReader) -> bytes:
+            waits.set()
+            return await coming.pop(0)
+
+        upload.patch.setattr(asyncio.StreamReader, "readline", readline)
+        task = asyncio.create_task(upload.uploads.upload())
+        await waits.wait()
+        first.set_result(b"begun\n")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert task.cancelled()
+
+    asyncio.run(story())
+
+
 def test_a_peer_that_ends_does_not_try_a_store_that_has_failed(upload: Upload) -> None:
     upload.runs(FAILS)
 
