@@ -143,8 +143,8 @@ def test_an_upload_that_is_cancelled_while_a_line_comes_ends(upload: Upload, tur
 
     async def story() -> None:
         loop, waits = asyncio.get_running_loop(), asyncio.Event()
-        first, never = loop.create_future(), loop.create_future()
-        coming = [first, never]
+        first: asyncio.Future[bytes] = loop.create_future()
+        coming = [first, loop.create_future()]  # the second never comes
 
         async def readline(_: asyncio.StreamReader) -> bytes:
             waits.set()
