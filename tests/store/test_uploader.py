@@ -143,8 +143,8 @@ def test_an_upload_that_is_cancelled_while_a_line_comes_ends(upload: Upload, tur
 
     async def story() -> None:
         loop, waits = asyncio.get_running_loop(), asyncio.Event()
-        first: asyncio.Future[bytes] = loop.create_future()
-        coming = [first, loop.create_future()]  # the second never comes
+        coming: list[asyncio.Future[bytes]] = [loop.create_future(), loop.create_future()]  # the second never comes
+        first = coming[0]
 
         async def readline(_: asyncio.StreamReader) -> bytes:
             waits.set()
