@@ -62,7 +62,7 @@ def own_speed(run: Config, peers: int, timed_s: float = TIMED_S, windows: int = 
         run: The run's config; `train.micro_batch` must be a number.
         peers: Number of peers on this machine, each with one process.
         timed_s: More than LEAST_STEPS steps are timed until all timed steps together have taken this long.
-        windows: Number of windows to time; 0 if `number_s` is not needed and is to be 0.
+        windows: Number of windows to time; 0 if `number_s` is not needed and is to be 0. A synchronous run has none.
 
     Raises:
         UserError: If this machine has too little memory for the models that would be timed.
@@ -172,7 +172,7 @@ def _timed(run: Config, timed_s: float, windows: int) -> OwnSpeed:
     ):
         took_s.append(step())
     step_s = median(took_s[WARM_STEPS:])
-    number_s = _gossip_s(span.gossip, windows, step) / sum(run.model.layer_parameters)
+    number_s = _gossip_s(span.gossip, 0 if run.synchronous else windows, step) / sum(run.model.layer_parameters)
     emulated_s = train.accumulate * train.emulated_micro_batch_s
     return OwnSpeed(max(emulated_s, step_s), number_s)
 
