@@ -19,8 +19,8 @@ FIXED_CORES = 0.02
 # divided by the first and, where event loop and daemon use less than FIXED_CORES, its bytes divided by the second.
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 20e6, 74e6
 # Before a window's cost is known, it is expected to take this many core-seconds for each parameter. In peers of 0.5 M,
-# 10 M and 85 M parameters it takes 66e-9, 34e-9, and 13e-9 and more.
-EXPECTED_NUMBER_S = 20e-9
+# 10 M and 85 M parameters it takes 66e-9, 38e-9 and 30e-9.
+EXPECTED_NUMBER_S = 35e-9
 # Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
 # seconds makes the average forget the first windows soon, since they cost more than later windows. A window's cost is
 # complete only after its merge. So the averages are updated after each fragment has closed a window, in an interval

@@ -50,7 +50,7 @@ def test_before_a_window_s_cost_is_known_it_is_expected_by_the_number_of_paramet
     """The first windows of 10 M parameters came each 0.125 s, and took 10% of a core for a quarter of a minute."""
     cost = GossipCost()
     pause(cost)
-    assert cost.windows(0.125, 4, 2 * SHARE, parameters=10_600_000) * 0.125 == 8.0  # 0.21 core-seconds, 4% of a core
+    assert cost.windows(0.125, 4, 2 * SHARE, parameters=10_600_000) * 0.125 == 16.0  # 0.37 core-seconds, 4% of a core
     spend(cost, 1e-3, windows=16)
     assert cost.windows(0.125, 4, 2 * SHARE, parameters=10_600_000) == 1
 
