@@ -18,8 +18,8 @@ FIXED_CORES = 0.02
 # A core transfers this many bytes of gossip in a second, at least and at most. So gossip is charged at most its bytes
 # divided by the first and, where event loop and daemon use less than FIXED_CORES, its bytes divided by the second.
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 20e6, 74e6
-# Before a window's cost is known, it is expected to take this many core-seconds for each parameter. In peers of 0.5 M,
-# 10 M and 85 M parameters it takes 66e-9, 38e-9 and 30e-9.
+# Until a window's cost is measured, this many core-seconds are expected for each parameter. Measured in peers of 0.5 M,
+# 10 M and 85 M parameters: 66e-9, 38e-9 and 30e-9.
 EXPECTED_NUMBER_S = 35e-9
 # Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
 # seconds makes the average forget the first windows soon, since they cost more than later windows. A window's cost is
@@ -70,12 +70,12 @@ class GossipTraffic:
 
     @property
     def least_s(self) -> Seconds:
-        """Return the least core-seconds that event loop and network daemon used for gossip."""
+        """Return how many core-seconds at least event loop and network daemon used for gossip."""
         return (self.work_bytes or 0.0) / FASTEST_BYTES_PER_S
 
     @property
     def most_s(self) -> Seconds:
-        """Return the most core-seconds that event loop and network daemon used for gossip."""
+        """Return how many core-seconds at most event loop and network daemon used for gossip."""
         return math.inf if self.work_bytes is None else self.work_bytes / SLOWEST_BYTES_PER_S
 
 

@@ -40,7 +40,7 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed move is not repeated sooner
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
-DRAIN_MOST_S = 30.0  # a move fails, unless others rely on it, if running micro-batches do not finish within this time
+DRAIN_MOST_S = 30.0  # running micro-batches that take longer make a move fail or, if others rely on it, are given up
 LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as it has granted one (`_brings`)
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes

@@ -48,7 +48,7 @@ MOST_TIMED = 16  # at most this many processes are timed at the same time
 class OwnSpeed:
     """How fast one of several peers on this machine's processor trains and gossips."""
 
-    step_s: float  # seconds of a training step, in which the peers take turns if there are more peers than cores
+    step_s: float  # seconds of a training step, with its wait for a core if there are more peers than cores
     number_s: float  # core-seconds for each parameter of a window that is closed and merged with one partner's window
 
 
@@ -62,7 +62,7 @@ def own_speed(run: Config, peers: int, timed_s: float = TIMED_S, windows: int = 
         run: The run's config; `train.micro_batch` must be a number.
         peers: Number of peers on this machine, each with one process.
         timed_s: More than LEAST_STEPS steps are timed until all timed steps together have taken this long.
-        windows: Number of windows to time; 0 if `number_s` is not needed and is to be 0. A synchronous run has none.
+        windows: Number of windows to time; 0 if `number_s` is not needed and is to be 0.
 
     Raises:
         UserError: If this machine has too little memory for the models that would be timed.
@@ -172,7 +172,7 @@ def _timed(run: Config, timed_s: float, windows: int) -> OwnSpeed:
     ):
         took_s.append(step())
     step_s = median(took_s[WARM_STEPS:])
-    number_s = _gossip_s(span.gossip, 0 if run.synchronous else windows, step) / sum(run.model.layer_parameters)
+    number_s = _gossip_s(span.gossip, windows, step) / sum(run.model.layer_parameters)
     emulated_s = train.accumulate * train.emulated_micro_batch_s
     return OwnSpeed(max(emulated_s, step_s), number_s)
 

@@ -23,7 +23,7 @@ from decentral.view.page.source_lines import MissedLine, RecordLine
 FEED_S = 1.0
 RECORDS_AT_ONCE = 100  # an update has at most this many records, because each takes the event loop about 30 us
 ASKED_EVERY_S = 3.0
-MOST_PINGED = 32  # at most this many peers are pinged at once; larger swarms take turns
+MOST_PINGED = 32  # at most this many peers are pinged at once, in larger swarms by turns
 SIGN_S = 2.0
 UNANSWERED = 2  # a peer is reported after this many unanswered pings in a row
 

@@ -395,6 +395,16 @@ def exchange() -> Swarm:
     return swarm
 
 
+def promised_exchange() -> Swarm:
+    """The same, and B has a lease from A, by which it gives up its layers."""
+    swarm = exchange()
+    swarm.wake("A", MOVE_RETRY_S)
+    swarm.deliver_all()
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    return swarm
+
+
 def test_single_holders_exchange_layers_once_both_have_fetched_what_they_get() -> None:
     swarm = exchange()
     for _ in range(3):
@@ -416,11 +426,7 @@ def test_single_holders_exchange_layers_once_both_have_fetched_what_they_get() -
 
 def test_a_peer_whose_promise_lets_another_give_up_layers_goes_on_with_its_move() -> None:
     """A new plan, or leases that A does not get, would leave B's layers without a holder."""
-    swarm = exchange()
-    swarm.wake("A", MOVE_RETRY_S)
-    swarm.deliver_all()
-    swarm.follow_plan("B")
-    swarm.deliver_all()
+    swarm = promised_exchange()
     assert swarm["B"].drains
     assert swarm["A"].abandon_unless_to(range(2), swarm.now) == []
     swarm.wake("A", LEASE_WAIT_S)
@@ -429,11 +435,7 @@ def test_a_peer_whose_promise_lets_another_give_up_layers_goes_on_with_its_move(
 
 
 def test_a_peer_whose_promise_lets_another_give_up_layers_moves_even_if_its_executions_do_not_end() -> None:
-    swarm = exchange()
-    swarm.wake("A", MOVE_RETRY_S)
-    swarm.deliver_all()
-    swarm.follow_plan("B")
-    swarm.deliver_all()
+    swarm = promised_exchange()
     swarm.arrive("B")
     swarm.wake("A", MOVE_RETRY_S)
     swarm.deliver_all()
