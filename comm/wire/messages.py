@@ -47,7 +47,7 @@ from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
-VERSION = 10
+VERSION = 11
 MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the sender allows much less in the answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB

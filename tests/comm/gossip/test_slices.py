@@ -15,7 +15,7 @@ from decentral.comm.gossip.outer_kernels import TorchKernels
 from decentral.comm.gossip.pull_rule import PullRule
 from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.gossip.trust import STRETCH_NUMBERS, WindowSample
-from decentral.comm.gossip.update_rules import SLICES, RuleTools, Window
+from decentral.comm.gossip.update_rules import SLICE_NUMBERS, SLICES, RuleTools, Window
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Snapshot
@@ -27,7 +27,7 @@ from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, Window
 from decentral.core.machine import Woke
 from tests.comm.gossip.partners import Partners
 
-SIZE = 40 * 256 * SLICES
+SIZE = SLICE_NUMBERS * SLICES
 PERIOD_S = 10.0
 TOOLS = RuleTools(blockwise, TorchKernels(blockwise), optimizer="muon")
 PARTNERS = [PeerId("B"), PeerId("C"), PeerId("D")]
@@ -134,7 +134,8 @@ def layout_of(parameters: int) -> Layout:
 
 
 def test_slices_are_few_and_small_fragments_have_fewer() -> None:
-    assert [len(layout_of(n)) for n in (1, 256, 257, 1 << 20, (1 << 20) + 1)] == [1, 1, 2, SLICES, SLICES]
+    lengths = {1: 1, SLICE_NUMBERS: 1, SLICE_NUMBERS + 1: 2, 1 << 20: SLICES, (1 << 20) + 1: SLICES}
+    assert {numbers: len(layout_of(numbers)) for numbers in lengths} == lengths
     assert sum(section.elements for section in layout_of((1 << 20) + 1)) == (1 << 20) + 1
 
 
