@@ -58,7 +58,7 @@ def _main(flags: argparse.Namespace) -> None:
             row |= _of_tokens(row, flags.tokens or TOKENS_A_PARAMETER * row["parameters"], groups, prices)
         found = {"tokens": flags.tokens, "sizes": rows, "notes": estimating.notes_on_cards(groups)}
     show = _show if shaped else _show_sizes
-    print(strict_json.dumps(found)) if flags.json else show(found, Console(highlight=False))
+    print(strict_json.dumps(found)) if flags.json else show(found, shared.result_console())
 
 
 def run_of(flags: argparse.Namespace) -> Config:

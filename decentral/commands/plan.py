@@ -79,7 +79,7 @@ def _main(options: argparse.Namespace) -> None:
         from decentral.view.plan_picture import draw_plan
 
         draw_plan(plan, topology, options.plot)
-    print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
+    print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, shared.result_console())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -209,7 +209,7 @@ def _compare(topology: Topology, swarm: LiveSwarm | None, options: argparse.Name
     for name, record in sorted(records.items(), key=lambda item: item[1][-1][1], reverse=not sync):
         when = next(seconds for seconds, best in record if best == record[-1][1])
         table.add_row(name, f"{record[-1][1]:.5f}" if sync else f"{record[-1][1]:.5g}", f"{when:.2f}")
-    Console().print(table)
+    shared.result_console().print(table)
 
 
 def _throughput_records(

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from decentral.commands import table
 from decentral.commands.output import OutputGone, outputs
@@ -25,12 +25,16 @@ from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean, nearest
 from decentral.core.plain_text import error_text, printable
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
 STAGE = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
+PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +64,14 @@ def as_called(text: str) -> str:
     """Return a text with `python -m decentral.NAME` replaced by `decentral NAME`, if the user called `decentral`."""
     by_one_name = Path(sys.argv[0]).name == "decentral"
     return text.replace(table.CALL, "decentral ") if by_one_name else text
+
+
+def result_console() -> "Console":
+    """Return the console for a command's result: as wide as the terminal, PIPED_COLUMNS if stdout is none."""
+    from rich.console import Console
+
+    asked = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if asked else PIPED_COLUMNS)
 
 
 def finite(text: str) -> float:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from decentral.commands import shared
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError, writing
@@ -69,7 +70,7 @@ def _play(flags: argparse.Namespace) -> None:
     if flags.json:
         print(strict_json.dumps(result))
         return
-    console = Console(highlight=False)
+    console = shared.result_console()
     table = Table("peer", "layers", "busy", title=f"after {planned.WARM_UP * scenario.seconds:.0f} virtual seconds")
     for peer, (first, last) in list(plan.spans.items())[:ROWS]:
         table.add_row(plain_text(peer), f"{first}-{last - 1}", f"{result.busy[peer]:.0%}")
@@ -95,7 +96,7 @@ def _simulate(flags: argparse.Namespace, scenario: Scenario) -> None:
         report = _run(flags, scenario, watches)
         if flags.plot:
             draw_run(report, scenario.faults, Path(flags.plot))
-        print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
+        print(strict_json.dumps(report.to_json())) if flags.json else _show(report, shared.result_console())
         if page:
             print("the page is served until Ctrl-C", file=sys.stderr, flush=True)
             page.process.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from rich.table import Table
 
 from decentral import __main__ as decentral_main
 from decentral.commands import local, peer, shared
@@ -247,3 +248,18 @@ def test_ctrl_c_while_a_command_is_read_ends_it_without_a_word(name: str, tmp_pa
         [sys.executable, "-m", f"decentral.{name}"], capture_output=True, env=environment, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_table_in_a_pipe_keeps_each_row_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, cells = Table(box=None), ["a cell of twenty-five chars"] * 5
+    table.add_row(*cells)
+    lines = {}
+    for columns in (None, "80"):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        shared.result_console().print(table)
+        lines[columns] = len(capsys.readouterr().out.strip().splitlines())
+    assert lines[None] == 1 < lines["80"]
