@@ -45,7 +45,8 @@ RARER = 3
 DENSE_TIMES = 2
 ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
 LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
-DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
+# We pull nothing from a partner for so many windows after one that is invalid, replayed or without weight.
+DOUBTED_WINDOWS = 16
 REST_S = 1.0  # if a fragment has no partners, we wait at least this long before we look for partners again
 PATIENCE_PERIODS = 0.25  # a partner may delay its answer by up to this many periods, to close its own window first
 

@@ -216,7 +216,7 @@ class Forwarding:
         """Return the seconds that the remaining layers and transfers take without waiting, at usual speeds."""
         hop, more = execution.sent, max(0, self.load.hops_left(execution.last) - 1)
         links_s = self._link_s(hop, to) + more * self._link_s(hop, None)
-        return self.load.rest_s(hop.tokens, execution.last) + links_s
+        return self.load.remaining_s(hop.tokens, execution.last) + links_s
 
     def _link_s(self, hop: NextHop, to: PeerId | None) -> Seconds:
         """Return the seconds to send activations to a peer (None: a typical one) and to get their gradient back."""
@@ -228,7 +228,7 @@ class Forwarding:
         Call this after the forward pass.
         """
         hop = execution.sent
-        computing_s = self.load.rest_s(hop.tokens, 0)
+        computing_s = self.load.remaining_s(hop.tokens, 0)
         return computing_s and computing_s + self.load.hops_left(execution.last) * self._link_s(hop, None)
 
     def whole_route_s(self, execution: ForwardedExecution, tokens: int) -> Seconds:
@@ -236,7 +236,7 @@ class Forwarding:
         forms = self.stage.forms(execution.id.first, execution.sequences)
         sent, received = (max(map(layout_bytes, layouts)) for layouts in (forms.entering, forms.gradients))
         links_s = self.load.hops_left(0) * self.view.there_and_back_s(None, sent, received)
-        return self.load.rest_s(tokens, 0) + links_s
+        return self.load.remaining_s(tokens, 0) + links_s
 
     def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """Ask another peer, because the next peer refused as busy; pause once MOST_BUSY peers have refused."""

@@ -68,7 +68,7 @@ class Ledger(Protocol):
     sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
     def waiting(self, steps: int = 1) -> bool:
-        """Return whether there are enough gradients for `steps` steps, or one fewer if that is more than one step.
+        """Return whether there are enough gradients for `steps` steps; from two steps on, one fewer is enough.
 
         Always False in a synchronous round, during which no step is taken.
         """
@@ -193,7 +193,7 @@ class GradientLedger:
         return self._advance()
 
     def waiting(self, steps: int = 1) -> bool:
-        """Return whether there are enough gradients for `steps` steps, or one fewer if that is more than one step."""
+        """Return whether there are enough gradients for `steps` steps; from two steps on, one fewer is enough."""
         return len(self.entries) - len(self._leaving()) >= steps * self.micro_batches_per_step - (steps > 1)
 
     def _leaving(self) -> list[Undo]:

@@ -37,7 +37,7 @@ from decentral.comm.wire.transport import Answered, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, ForwardDone
 from decentral.core.latest import keep_latest
-from decentral.core.reasons import SILENT, Reason
+from decentral.core.reasons import SUSPECT_GONE, Reason
 from decentral.core.units import Seconds
 
 # A refusal for one of these reasons does not count as a failure of the peer: our record of the peer may be outdated.
@@ -108,7 +108,7 @@ class ExecutionLifecycle:
         Return False unless `stage.exact`: otherwise, no step waits for the peer, and a false alarm costs more.
         """
         heard_at = self._heard_at.get(event.peer, -math.inf)
-        return self.admission.stage.exact and event.reason in SILENT and heard_at < now - event.seconds
+        return self.admission.stage.exact and event.reason in SUSPECT_GONE and heard_at < now - event.seconds
 
     def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
         """Send to other peers all executions that were sent to a silent peer at time `since` or before.
@@ -172,7 +172,7 @@ class ExecutionLifecycle:
             execution.name(done.number)
         undo = execution.undo if isinstance(execution, ForwardedExecution) else None
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own, undo)
-        self.forwarding.load.backward_done(execution, done.tokens, alone=response is not None)
+        self.forwarding.load.backward_done(execution, done.tokens, forward_counted=response is not None)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
             return effects + self.table.ledger.add(execution.token, entry, CommitState.ABORTED)

@@ -163,13 +163,13 @@ class StageLoad:
         """Add the forward pass of an execution of `tokens` tokens to the work since the last step."""
         self._add(execution, tokens, self._shares_of(execution.id.first, execution.last)[1])
 
-    def backward_done(self, execution: StageExecution, tokens: int, alone: bool) -> None:
-        """Add the backward pass of an execution to the work since the last step; both passes if not `alone`.
+    def backward_done(self, execution: StageExecution, tokens: int, forward_counted: bool) -> None:
+        """Add the backward pass of an execution to the work since the last step; both passes if not `forward_counted`.
 
         Steps need not wait for executions between their passes (`routes.overlap`), so each pass counts when it is done.
         """
         whole, forward = self._shares_of(execution.id.first, execution.last)
-        self._add(execution, tokens, whole - forward if alone else whole)
+        self._add(execution, tokens, whole - forward if forward_counted else whole)
 
     def _add(self, execution: StageExecution, tokens: int, part: float) -> None:
         self.tokens = tokens
@@ -227,7 +227,7 @@ class StageLoad:
         rest = self.share(layer, self.stage.layers)
         return math.ceil(rest / self.share(self.stage.first, self.stage.last)) if rest > 0 else 0
 
-    def rest_s(self, tokens: int, layer: int) -> Seconds:
+    def remaining_s(self, tokens: int, layer: int) -> Seconds:
         """Return the seconds that peers of usual speed need to compute from a layer to the model's end, without queues.
 
         Args:

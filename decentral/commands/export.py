@@ -74,7 +74,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 def _local(text: str) -> str:
     """Download an uploaded checkpoint and return its new folder; if `text` is a path, return it unchanged."""
-    return str(fetched(text, "checkpoint", "--state-dir", shared.stage)) if is_address(text) else text
+    return str(fetched(text, "checkpoint", "--state-dir", shared.starting)) if is_address(text) else text
 
 
 def _write_card(

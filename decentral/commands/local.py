@@ -359,7 +359,7 @@ class LocalSwarm:
         while member.happened(event, self.began - 1) is None:
             self.tell_hooks()
             does = _last_output(member.folder)
-            if does != said and does.startswith(shared.STAGE):
+            if does != said and does.startswith(shared.STARTING):
                 self.say(f"peer {member.number} {printable(does, REASON_CHARS)}")
                 said = does
             if member.process.poll() is not None:

@@ -160,30 +160,24 @@ def _of_data(flags: argparse.Namespace) -> Iterator[Setting]:
         if flags.model_from:
             raise UserError("--model-from needs --data: a data set for the model's tokenizer")
         return
-    kind = _kind(flags)
-    why = {
-        "text": "Each byte is a token, so no tokenizer is needed.",
-        "tokens": "The file has tokens already.",
-        "huggingface": "Rows of text, which the run's tokenizer turns into tokens.",
-    }
-    yield Setting("data.kind", kind, why[kind])
+    yield Setting("data.kind", *_kind(flags))
     yield Setting("data.path", flags.data, "This peer's own data; others name theirs by --data.")
     if flags.tokenizer:
         yield Setting("data.tokenizer", flags.tokenizer, "This peer's copy; all peers need the same one.")
 
 
-def _kind(flags: argparse.Namespace) -> str:
-    """Return the `data.kind` that fits the name of the data."""
+def _kind(flags: argparse.Namespace) -> tuple[str, str]:
+    """Return the `data.kind` that fits the name of the data, and why."""
     path = Path(flags.data)
     if path.suffix in TOKEN_FILES:
-        return "tokens"
+        return "tokens", "The file has tokens already."
     rows = path.suffix in ROW_FILES or any(any(path.glob(f"**/*{suffix}")) for suffix in ROW_FILES)
     on_hub = "/" in flags.data and not path.exists() and not path.is_absolute() and not flags.data.startswith(".")
     if not (rows or on_hub or flags.tokenizer or flags.model_from):
-        return "text"
+        return "text", "Each byte is a token, so no tokenizer is needed."
     if not (flags.tokenizer or flags.model_from):
         raise UserError(f"--data {flags.data}: rows of text need --tokenizer PATH, a tokenizer.json or its folder")
-    return "huggingface"
+    return "huggingface", "Rows of text, which the run's tokenizer turns into tokens."
 
 
 def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[Setting]:

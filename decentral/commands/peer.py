@@ -113,9 +113,9 @@ def _downloaded(flags: StartFlags) -> StartFlags:
     """
     own, resumed = flags.own, flags.resume_from
     if own.model_folder is not None and holds_uploads(own.model_folder):
-        own = replace(own, model_folder=str(fetched(own.model_folder, "model", "--model-from", shared.stage)))
+        own = replace(own, model_folder=str(fetched(own.model_folder, "model", "--model-from", shared.starting)))
     if resumed is not None:
-        resumed = None if _has_run(flags) else str(fetched(resumed, "checkpoint", "--resume-from", shared.stage))
+        resumed = None if _has_run(flags) else str(fetched(resumed, "checkpoint", "--resume-from", shared.starting))
     return replace(flags, own=own, resume_from=resumed)
 
 

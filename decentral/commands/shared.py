@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
-STAGE = "starting: "  # prefix of the lines that a peer prints while it starts
+STARTING = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
@@ -169,9 +169,9 @@ def one_line(error: Exception) -> str:
     return printable(error_text(error, None), ERROR_CHARS)
 
 
-def stage(text: str) -> None:
+def starting(text: str) -> None:
     """Print what a starting peer is doing now, because a start may take minutes on a loaded machine."""
-    print(f"{STAGE}{printable(text, ERROR_CHARS)}", flush=True)
+    print(f"{STARTING}{printable(text, ERROR_CHARS)}", flush=True)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

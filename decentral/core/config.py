@@ -195,7 +195,7 @@ class GossipConfig(Strict):
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the uplink's rate that gossip may use. Unit: share of 1."""
     core_share: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Gossip may use at most this share of the training cores' time, and three times this share in the first
+    """Gossip may use at most this share of the training cores' time, and twice this share in the first
     `start_steps` steps. Unit: share of 1."""
     fragment_parameters: Large = 65_536
     """Minimum size of a fragment, the part of the model that is exchanged at once: consecutive layers are joined until

@@ -57,7 +57,7 @@ class Reason(StrEnum):
     REPLAY = "replay"  # this snapshot, or a later one, was already merged
     STALE = "stale"  # the snapshot is older than two gossip windows and a minute, or the state is of another round
     NOTHING_NEWER = "nothing-newer"  # the requesting peer already has the newest snapshot
-    OPPOSED = "opposed"  # the merge ignored a partner's pseudo-gradient: it is zero, or points against this peer's own
+    OPPOSED = "opposed"  # the merge gave a partner's window no weight: zero, against ours, a copy, or implausible
     ALONE = "alone"  # the peer found no partner for an exchange of the fragment
     FAILED = "failed"  # the exchanges with all partners failed
 
@@ -97,7 +97,7 @@ class Reason(StrEnum):
     MOVING = "moving"  # this peer cannot promise to keep the fragment, since it gives the fragment up itself
     YIELDED = "yielded"  # another peer gives up the same fragment now, and goes first
     REPLANNED = "replanned"  # a better plan gives this peer other layers, so it stops the present change
-    LEGS = "legs"  # the peer waited too long for its micro-batches in flight before it changed its layers
+    NOT_DRAINED = "not-drained"  # the peer waited too long for its micro-batches in flight before it changed its layers
 
 
 OTHER_REASON = "other"  # every text that is not a `Reason` is counted under this word
@@ -110,5 +110,5 @@ def known_reason(text: str) -> str:
 
 _REASONS = frozenset({"", *map(str, Reason)})
 
-SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
+SUSPECT_GONE = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 """The reasons of a failed request that suggest that the asked peer is gone."""

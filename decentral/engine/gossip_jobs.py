@@ -99,15 +99,15 @@ class GossipedFragment:
         for name, elements in self.rule.kept().items():
             yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
 
-    def with_rule(self, live: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `live`, and the update rule's state.
+    def with_rule(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `tensors`, and the rule's state.
 
         Args:
-            live: The tensors that `Live.whole` returns, or copies of them. They are removed one by one.
+            tensors: The tensors that `Live.whole` returns, or copies of them. They are removed one by one.
         """
-        theta = live["theta"]
-        for name in list(live):
-            yield f"{self.index}.{name}", live.pop(name)
+        theta = tensors["theta"]
+        for name in list(tensors):
+            yield f"{self.index}.{name}", tensors.pop(name)
         for name, tensor in self.rule.state(theta.cpu().float()).items():
             yield f"{self.index}.rule.{name}", tensor
 
@@ -320,7 +320,7 @@ class FragmentGossip:
         return rejected
 
     def export(self, fragment: int) -> jobs.StateExported:
-        """Return the state of a fragment for a joining peer. Call it only while the worker waits (`Phase.HELD`)."""
+        """Return the state of a fragment that is given up. Call it only while the worker waits (`Phase.HELD`)."""
         exported = finish(self._export(fragment))
         assert isinstance(exported, jobs.StateExported)
         return exported

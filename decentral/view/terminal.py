@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from decentral.commands.shared import stage
+from decentral.commands.shared import starting
 from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.peer_names import departed, titled
@@ -91,7 +91,7 @@ class LineDisplay:
             say(f"{at}  {change}")
         shown = figures(node, now)
         if node.phase is NodePhase.JOINING:
-            stage(f"joining; known peers: {shown['peers']}, received: {shown['received']}")
+            starting(f"joining; known peers: {shown['peers']}, received: {shown['received']}")
         else:
             goal = {"goal": told} if (told := _progress(node, now)[2]) else {}
             say("  ".join([at, *(f"{name} {value}" for name, value in (shown | goal).items())]))

@@ -23,7 +23,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import REPEAT_S, ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Log, Woke, earliest
-from decentral.core.reasons import SILENT, Reason
+from decentral.core.reasons import SUSPECT_GONE, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
@@ -156,7 +156,7 @@ class Roster:
                 return self._found(key, values, now)
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].answered()
-            case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
+            case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SUSPECT_GONE:
                 return self._unanswered(peer, reason, now - event.seconds, now)
         return []
 

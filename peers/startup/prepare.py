@@ -107,7 +107,7 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
             the run is synchronous.
     """
     _uploads(access.config, start.flags.peer)
-    shared.stage("choosing which layers this peer holds")
+    shared.starting("choosing which layers this peer holds")
     own, wanted = access.signer(start.own), start.flags.peer.memory
     device = measure.choose(start.device)
     try:
@@ -155,11 +155,11 @@ async def prepare(
     sharded = device.ranks.sharded
     memory.choose_what_is_kept(run, claimed.span is None and not sharded, device.ranks.size if sharded else 1)
     run_inputs.check(run, begun=request.kept is not None)
-    shared.stage(f"loading the data ({run.data.kind})")
+    shared.starting(f"loading the data ({run.data.kind})")
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
-    shared.stage("building the model")
+    shared.starting("building the model")
     computing = replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S)
     compute, restored = _built(start, access, computing)
     start.warnings.extend([*corpus.warnings, *_not_compiled(run.train.compile, device)])
@@ -260,7 +260,7 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
     if measured is None and compute.awaits_state:
         measured = measure.without_speed(device)  # the first training steps will measure the speed
     elif measured is None:
-        shared.stage("measuring the device")
+        shared.starting("measuring the device")
         forward = device.ranks.begin(span, compute.counters, measuring=True)
         work = share(span.cuts, first, last)
         measured = measure.measure(forward, run.model, device, compute.sequences, work)

@@ -104,7 +104,7 @@ async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, c
         assert welcome is not None, "say_hello raises where no peer answers"
         known = RunId(welcome.run), received.received(welcome.config).adopt(flags.own)
     if kept:
-        shared.stage("looking for the peers that this one knows")
+        shared.starting("looking for the peers that this one knows")
         contacts += await _reconnect(folder, transport, private)
     run, settings = known
     addresses = records.publishable(await transport.addresses())
@@ -113,7 +113,7 @@ async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, c
         plans.key_of(run),
         *([revoked_key(run)] if private else ()),
     ]
-    shared.stage("joining the DHT")
+    shared.starting("joining the DHT")
     directory = await transport.directory(keys, contacts)
     contacts = list(dict.fromkeys(contacts))
     if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):
@@ -152,7 +152,7 @@ async def _greet(
     flags = start.flags
     end, again_s, say_at = time.monotonic() + flags.join_wait, JOIN_AGAIN_S, 0.0
     if flags.join:
-        shared.stage(f"asking {', '.join(flags.join)} for the run")
+        shared.starting(f"asking {', '.join(flags.join)} for the run")
     while True:
         try:
             return await say_hello(flags.join, transport, run or RunId(""))
@@ -164,7 +164,7 @@ async def _greet(
             if (now := time.monotonic()) >= end:
                 raise
             if now >= say_at:
-                shared.stage(f"{error}; trying for {end - now:.0f} s more")
+                shared.starting(f"{error}; trying for {end - now:.0f} s more")
                 say_at = now + JOIN_SAID_S
             await asyncio.sleep(again_s)
             again_s = min(JOIN_LONGER * again_s, MOST_JOIN_AGAIN_S)

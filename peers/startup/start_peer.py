@@ -67,13 +67,13 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
         begun, clock = PeerStart(asked.without_address_of(own.peer), folder, own, device, island), SwarmClock()
         run = own_run(begun.flags, folder)
-        shared.stage("opening the network (libp2p)")
+        shared.starting("opening the network (libp2p)")
         transport = await _listen(begun, clock)
         try:
             access = await reach_swarm(begun, run, transport, clock)
             await refuse_copy(access, access.signer(own), transport, asked.join)
             if not loading.done():
-                shared.stage("loading torch and the training code")
+                shared.starting("loading torch and the training code")
             kernels, why = await loading
             from decentral.peers.startup import prepare
 
@@ -95,13 +95,13 @@ async def _listen(start: PeerStart, clock: SwarmClock) -> PeerNetwork:
     wanted = list(start.flags.peer.listen) or ports.anywhere()
     kept = start.folder.listen(wanted)
     try:
-        return await LOADED_NETWORK.start(key, kept, announce, clock, shared.stage)
+        return await LOADED_NETWORK.start(key, kept, announce, clock, shared.starting)
     except ports.PortTaken as error:
         if kept == wanted:
             raise
         said = str(error).removesuffix(f"; {ports.TAKEN}")
         start.warnings.append(f"{said}, where this peer listened before; it listens at a free port instead")
-    return await LOADED_NETWORK.start(key, wanted, announce, clock, shared.stage)
+    return await LOADED_NETWORK.start(key, wanted, announce, clock, shared.starting)
 
 
 def _known_peers(folder: state.StateFolder) -> Mapping[PeerId, Sequence[str]]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from decentral.scheduler.throughput.max_flow import MaxFlow
 
 FIRST = 0  # micro-batches enter the model at the fragment with this index
-HORIZON_S = 600.0  # a plan's worth is on how many tokens the swarm trains in this time, of which moves take a part
+HORIZON_S = 600.0  # a plan's worth is the number of tokens that the swarm trains in this time, less those lost to moves
 SEARCH_ROUNDS = 100_000  # a search has SEARCH_ROUNDS / (peers * fragments ** 2) rounds, which take about one second
 LEAST_ROUNDS = 10
 DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches

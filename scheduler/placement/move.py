@@ -311,7 +311,7 @@ class SpanMove:
     def _proceed(self, now: Seconds) -> list[MoveEffect]:
         self.wake_at = now + MOVE_RETRY_S
         if self.phase is MovePhase.DRAINING and now >= self._drain_until and not self.gives_up(now):
-            return self._fail(Reason.LEGS, now)
+            return self._fail(Reason.NOT_DRAINED, now)
         if self.phase is MovePhase.DRAINING and self._lessors_are_gone():
             return self._fail(Reason.NEEDED, now)  # keep the old layers: too few other peers hold them now
         if self.phase is MovePhase.LEASING and not self.requests.unanswered:

@@ -108,12 +108,12 @@ class Evaluation:
 class Judged:
     """The time, inputs and duration of the last evaluation of plans.
 
-    `first` is whether plans or spans had changed since the evaluation before it, or a search was due.
+    `was_changed` is whether plans or spans had changed since the evaluation before it, or a search was due.
     """
 
     spans: Mapping[PeerId, range] = field(default_factory=dict)
     at: Seconds = 0.0
-    first: bool = False
+    was_changed: bool = False
     took_s: Seconds = 0.0
 
 
@@ -202,7 +202,7 @@ class SwarmPlans:
     own: Signer
     needs: MemoryNeeds
     links: TokenLinks
-    holders: int  # a fragment may be given up only if this many other peers hold it
+    holders: int  # a search keeps so many holders of each fragment; fewer if the scarcest fragment has fewer
     seed: int
     chance: Random
     roster: RosterAges = field(repr=False, compare=False)
@@ -255,7 +255,7 @@ class SwarmPlans:
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._judged.spans
-        unsettled = changed or self._judged.first or not self._is_carried_out(spans)
+        unsettled = changed or self._judged.was_changed or not self._is_carried_out(spans)
         if self._has_new or members.keys() != self._judged.spans.keys():
             self._pause_s = JUDGE_AGAIN_S
         pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)

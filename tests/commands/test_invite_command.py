@@ -302,7 +302,7 @@ def ended(peers: Peers, name: str) -> tuple[int, list[str]]:
     code = peers.processes[name].wait(LIMIT_S)
     del peers.processes[name]
     lines = (peers.folder / name / "output.txt").read_text().splitlines()
-    return code, [line for line in lines if not line.startswith(command.STAGE)][-2:]
+    return code, [line for line in lines if not line.startswith(command.STARTING)][-2:]
 
 
 @pytest.mark.swarm

@@ -384,9 +384,9 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
     folder, _ = finished
     said = {
         number: [
-            line.removeprefix(shared.STAGE)
+            line.removeprefix(shared.STARTING)
             for line in (folder / f"peer-{number}" / "output.txt").read_text().splitlines()
-            if line.startswith(shared.STAGE)
+            if line.startswith(shared.STARTING)
             and not any(words in line for words in ("joining;", "loading torch", "trying for"))  # as fast as it is
         ]
         for number in (0, 1)

@@ -40,6 +40,6 @@ def test_the_forward_passes_that_a_later_step_applies_do_not_make_a_device_seem_
     for execution in executions:
         load.forward_done(execution, 100)
     for execution, forwards in zip(executions, (2, 0), strict=True):
-        load.backward_done(execution, 100, alone=True)
+        load.backward_done(execution, 100, forward_counted=True)
         load.measure_speed(forwards * forward_s + backward_s)
         assert load.speed == pytest.approx(100.0)

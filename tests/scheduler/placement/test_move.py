@@ -270,7 +270,7 @@ def test_executions_that_do_not_end_keep_us_where_we_are() -> None:
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
     swarm.wake("B", DRAIN_MOST_S)
-    assert swarm.said("B") == [("failed", "legs")]
+    assert swarm.said("B") == [("failed", "not-drained")]
     assert not swarm["B"].drains
 
 
