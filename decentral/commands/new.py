@@ -160,7 +160,8 @@ def _of_data(flags: argparse.Namespace) -> Iterator[Setting]:
         if flags.model_from:
             raise UserError("--model-from needs --data: a data set for the model's tokenizer")
         return
-    yield Setting("data.kind", *_kind(flags))
+    kind, why = _kind(flags)
+    yield Setting("data.kind", kind, why)
     yield Setting("data.path", flags.data, "This peer's own data; others name theirs by --data.")
     if flags.tokenizer:
         yield Setting("data.tokenizer", flags.tokenizer, "This peer's copy; all peers need the same one.")
