@@ -7,9 +7,8 @@ exception is an entry of EXCEPTIONS, with the reason for which the code is bette
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from functools import cache
 
-from tests.test_rooms import MODULES
+from tests.test_rooms import MODULES, tree
 
 FILE_LINES = 450
 FUNCTION_LINES = 60
@@ -41,11 +40,6 @@ READS_OF_THIS_SYSTEM = {  # module -> what it reads by itself; files of others a
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text())
 
 
 def classes(module: str) -> Iterator[ast.ClassDef]:

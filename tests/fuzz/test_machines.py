@@ -24,7 +24,7 @@ from decentral.peers.membership.address_book import ADDRESSES_KEPT, AddressBook
 from decentral.peers.membership.records import PeerRecord
 from tests.fuzz import grammar, values
 from tests.fuzz.fuzzed_node import QUIET_S, FuzzedNode, Kind
-from tests.test_rooms import MODULES
+from tests.test_rooms import MODULES, tree
 
 ROUNDS = grammar.ROUNDS
 ROUTES = (
@@ -150,8 +150,8 @@ def count_calls(owner: type, method: str, name: str, reached: Counter[str], monk
 
 def handling_classes() -> Iterator[str]:
     """Classes of comm, peers and scheduler that are machines: they have `handle`, with the time."""
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
             if isinstance(node, ast.ClassDef) and module.split(".")[0] in ("comm", "peers", "scheduler"):
                 if any(ast.unparse(base) == "Protocol" for base in node.bases):
                     continue
