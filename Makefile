@@ -26,13 +26,16 @@ RUN = $(VENV)/bin/python
 SECONDS ?= 3600
 WORKERS ?= 3
 
-.PHONY: swarm test check sweep soak night matrix fuzz benchmark docs install clean
+.PHONY: swarm test pytest check sweep soak night matrix fuzz benchmark docs install clean
 
 swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
 
+# The sweep is one process: the tests begin as soon as the style is checked, so that no core rests beside it.
 test: install
-	$(MAKE) --jobs=2 --output-sync check sweep
+	$(MAKE) --jobs=2 --output-sync=line sweep pytest
+
+pytest: check
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 sweep: install
