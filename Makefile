@@ -1,6 +1,6 @@
 # Two commands set up a fresh machine that has Python 3.11, pip and make:
 #   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s, with a live page
-#   make test    the same, and all tests, types and style, and 60 small simulated swarms with faults by chance;
+#   make test    the same, and all tests, types and style, and 40 small simulated swarms with faults by chance;
 #                WORKERS=6 plays six files of tests at once
 # The head-to-head with others, over an emulated WAN (root on Linux; FULL=1 for everything, which takes about a day):
 #   make benchmark            writes docs/BENCHMARKS.md; goes on where it was interrupted
@@ -26,17 +26,20 @@ RUN = $(VENV)/bin/python
 SECONDS ?= 3600
 WORKERS ?= 3
 
-.PHONY: swarm test check sweep soak night matrix fuzz benchmark docs install clean
+.PHONY: swarm test pytest check sweep soak night matrix fuzz benchmark docs install clean
 
 swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
 
+# The sweep is one process: the tests begin as soon as the style is checked, so that no core rests beside it.
 test: install
-	$(MAKE) --jobs=2 --output-sync check sweep
+	$(MAKE) --jobs=2 --output-sync=line sweep pytest
+
+pytest: check
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 sweep: install
-	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 60
+	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 40
 
 soak: install
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.soak --seconds $(SECONDS) --json soak-report.json

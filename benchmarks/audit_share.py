@@ -65,15 +65,15 @@ class AuditWork:
         match job:
             case jobs.Draw() | jobs.Forward():
                 first = job.first if isinstance(job, jobs.Forward) else 0
-                id = routes.executions[job.token].id
+                id = routes.executions[job.local_id].id
                 of_audit = isinstance(job, jobs.Forward) and (id.origin, id.number) in self._names
-                self._executions[host.peer, job.token] = first, job.last, of_audit
+                self._executions[host.peer, job.local_id] = first, job.last, of_audit
                 self._add(host, forward_share(cuts, first, job.last), of_audit)
-            case jobs.Backward(token):
-                first, last, of_audit = self._executions[host.peer, token]
+            case jobs.Backward(local_id):
+                first, last, of_audit = self._executions[host.peer, local_id]
                 self._add(host, share(cuts, first, last) - forward_share(cuts, first, last), of_audit)
             case jobs.Undo():
-                first, last, of_audit = self._executions[host.peer, job.token]
+                first, last, of_audit = self._executions[host.peer, job.local_id]
                 self._add(host, share(cuts, first, last), of_audit)
 
     def _add(self, host: VirtualHost, work: float, of_audit: bool) -> None:

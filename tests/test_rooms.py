@@ -192,6 +192,18 @@ MODULES = modules()
 
 
 @cache
+def tree(module: str) -> ast.Module:
+    """Return the syntax tree of a module of the product, which all tests of one process share."""
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
+def loaded_first(module: str) -> list[str]:
+    """Return the dotted names of what a module loads by itself when it is imported."""
+    return _names(tree(module).body)
+
+
+@cache
 def imports(path: Path) -> list[str]:
     """Return the dotted names of all that a file imports, wherever in it: `from x import y` as `x.y`."""
     return _names(ast.walk(ast.parse(path.read_text())))
@@ -202,7 +214,7 @@ def loads(module: str) -> frozenset[str]:
     """Return the names of all that is loaded when the module is: by itself, and by what it loads."""
     found, left = set[str](), [module]
     while left:
-        for name in _names(ast.parse(MODULES[left.pop()].read_text()).body):
+        for name in loaded_first(left.pop()):
             ours = _module(name)
             if ours is not None and ours not in found:
                 left.append(ours)
@@ -250,7 +262,7 @@ def in_rooms() -> list[str]:
 
 def machines() -> list[str]:
     """Return the modules with a class that decides what an event means: `handle(self, event, now, ...)`."""
-    return [module for module, path in MODULES.items() if any(map(_handles, ast.walk(ast.parse(path.read_text()))))]
+    return [module for module in MODULES if any(map(_handles, ast.walk(tree(module))))]
 
 
 def _handles(node: ast.AST) -> bool:

@@ -97,7 +97,7 @@ def peer_step(scale: Scale, run: config.Config, layers: Sequence[nn.Module], fol
     corpus = corpora.load(run.data, run.model)
     compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, scale.computing, folder, state_expected=True))
     for live in compute.span.inner.lives:
-        live.draw(layers, 0)
+        live.set_weights(layers, 0)
     return compute
 
 

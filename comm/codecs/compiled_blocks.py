@@ -362,8 +362,8 @@ def _distance(phi: Floats, blob: Bytes, block: Number, count: Number, sums: npt.
     start, blocks = block * _256, (np.uint64(len(phi)) + _256 - _1) // _256
     at, scale = _2 * blocks + start, _get_scale(blob, block)
     for i in range(count):
-        apart = np.float64(np.float32(np.float32(np.int8(blob[at + i])) * scale - phi[start + i]))
-        sums[i] += apart * apart
+        difference = np.float64(np.float32(np.float32(np.int8(blob[at + i])) * scale - phi[start + i]))
+        sums[i] += difference * difference
     return _fault(_int8_peak(blob, at, count), 127, scale)
 
 
@@ -412,9 +412,9 @@ def _merge(
     """Do the work of `merge` for one int8 block, which has as many numbers as two q4 blocks."""
     phi, baseline, correction = vectors
     (steps, towards), (step_weights, towards_weights) = blobs, factors
-    n, start, step, apart = np.uint64(len(phi)), block * _256, scratch[0], scratch[2]
+    n, start, step, consensus = np.uint64(len(phi)), block * _256, scratch[0], scratch[2]
     for i in range(_256):
-        step[i], apart[i] = np.float32(0.0), np.float32(0.0)
+        step[i], consensus[i] = np.float32(0.0), np.float32(0.0)
     _sum_q4(steps, step_weights, n, _2 * block, min(count, _128), np.uint64(0), scratch)
     if count > _128:
         _sum_q4(steps, step_weights, n, _2 * block + _1, count - _128, _128, scratch)
@@ -423,9 +423,9 @@ def _merge(
         blob, weight = towards[k], towards_weights[k]
         scale = _get_scale(blob, block)
         for i in range(count):
-            apart[i] += weight * (phi[start + i] - np.float32(np.int8(blob[at + i])) * scale)
+            consensus[i] += weight * (phi[start + i] - np.float32(np.int8(blob[at + i])) * scale)
     for i in range(count):
-        slow = (phi[start + i] - step[i]) - apart[i]
+        slow = (phi[start + i] - step[i]) - consensus[i]
         taken = rho * (slow - baseline[start + i])
         phi[start + i] = slow
         correction[start + i] = taken

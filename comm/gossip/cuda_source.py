@@ -119,9 +119,9 @@ extern "C" __global__ void distance_int8(const float* phi, number count, number 
     int peak = 0;
     double square = 0;
     for (number i = start + threadIdx.x % 32; i < min(start + 256, count); i += 32) {
-        const float apart = levels[i] * scale - phi[i];
+        const float difference = levels[i] * scale - phi[i];
         peak = max(peak, abs((int)levels[i]));
-        square += (double)apart * apart;
+        square += (double)difference * difference;
     }
     peak = largest_of(peak);
     square = sum_of(square);
@@ -138,7 +138,7 @@ extern "C" __global__ void merge(float* phi, float* baseline, float* correction,
     const number i = blockIdx.x * (number)blockDim.x + threadIdx.x, at = first + i;
     if (i >= count) return;
     const number q4_scales = (n + 127) / 128 * 2, int8_scales = (n + 255) / 256 * 2;
-    float step = 0, apart = 0;
+    float step = 0, consensus = 0;
     for (int j = 0; j < step_count; j++) {
         const byte* blob = steps + j * (q4_scales + (n + 1) / 2);
         step += factors[j] * (nibble_at(blob + q4_scales, at) * scale_at(blob, at / 128));
@@ -146,9 +146,9 @@ extern "C" __global__ void merge(float* phi, float* baseline, float* correction,
     for (int k = 0; k < towards_count; k++) {
         const byte* blob = towards + k * (int8_scales + n);
         const int level = (signed char)blob[int8_scales + at];
-        apart += factors[step_count + k] * (phi[i] - level * scale_at(blob, at / 256));
+        consensus += factors[step_count + k] * (phi[i] - level * scale_at(blob, at / 256));
     }
-    phi[i] = phi[i] - step - apart;
+    phi[i] = phi[i] - step - consensus;
     correction[i] = factors[step_count + towards_count] * (phi[i] - baseline[i]);
     baseline[i] += correction[i];
 }

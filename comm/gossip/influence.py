@@ -120,7 +120,7 @@ class Experience:
 
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WINDOWS))
     moved: dict[PeerId, float] = field(default_factory=dict)  # L2 norm of each partner's last pseudo-gradient
-    apart: dict[PeerId, float] = field(default_factory=dict)  # distance of each partner's last slow weights from ours
+    distances: dict[PeerId, float] = field(default_factory=dict)  # of each partner's last slow weights from ours
 
     def closed(self, length: float) -> None:
         """Record the length of our own pseudo-gradient at the end of a window."""
@@ -149,8 +149,10 @@ class Experience:
         Slow weights are pulled rarely. While fewer than LEAST_PARTNERS distances are known, our own progress replaces
         each missing distance. Otherwise the first two partners, which may be hostile, would set the usual distance.
         """
-        unknown = max(0, min(LEAST_PARTNERS, len(self.moved)) - len(self.apart.keys() | {peer for peer, _ in partners}))
-        return self._usual(self.apart, partners, [self.progress] * unknown)
+        unknown = max(
+            0, min(LEAST_PARTNERS, len(self.moved)) - len(self.distances.keys() | {peer for peer, _ in partners})
+        )
+        return self._usual(self.distances, partners, [self.progress] * unknown)
 
     def nearness(self, distance: float, usual_distance: float) -> float:
         """Return the weight (0 to 1) of slow weights at this distance from ours: `scale`, but less above TIMES_NEAR.
@@ -200,7 +202,7 @@ class Outliers:
     that all peers take does not change the differences. If only this peer takes a step, the caller must call `moved`.
     """
 
-    apart: dict[PeerId, Tensor] = field(default_factory=dict)  # each partner's last slow weights minus ours, sampled
+    differences: dict[PeerId, Tensor] = field(default_factory=dict)  # each partner's last slow weights minus ours
     # How far each number was from the median when it came last, by peer (None: us); NaN: fewer than two have sent it.
     away: dict[PeerId | None, Tensor] = field(default_factory=dict)
     # Each partner's last distance, as a multiple of the tolerated distance.
@@ -223,7 +225,7 @@ class Outliers:
         for peer, vector in partners:
             new = _thinned(vector)
             came |= new.isfinite()
-            keep_latest(self.apart, peer, torch.where(new.isnan(), self.apart.get(peer, new), new), most)
+            keep_latest(self.differences, peer, torch.where(new.isnan(), self.differences.get(peer, new), new), most)
         self.merges += 1
         tolerance = EARLY if self.merges <= EARLY_MERGES else LATER
         distances = self._distances(came.nonzero()[:, 0])
@@ -235,21 +237,23 @@ class Outliers:
 
     def forget(self) -> None:
         """Forget all partners' differences, because our own weights have been replaced."""
-        self.apart, self.away, self.found, self.merges = {}, {}, {}, 0
+        self.differences, self.away, self.found, self.merges = {}, {}, {}, 0
 
     def _distances(self, came: Tensor) -> dict[PeerId | None, float]:
         """Return the distance of each peer from the median of all peers, given new numbers at the indices `came`.
 
         The key None is this peer. The distance is that of all m numbers if a peer is as far off in those not judged.
         """
-        places = torch.stack([torch.zeros_like(came, dtype=torch.float32), *(one[came] for one in self.apart.values())])
+        places = torch.stack(
+            [torch.zeros_like(came, dtype=torch.float32), *(one[came] for one in self.differences.values())]
+        )
         ordered, known_by = places.double().sort(dim=0).values, places.isfinite().sum(dim=0)  # a sort ends with NaNs
         low, high = (ordered.gather(0, (known_by - odd).div(2, rounding_mode="floor")[None])[0] for odd in (1, 0))
-        apart = (places - torch.lerp(low, high, 0.5)).float().abs()  # as `nanquantile`, which takes four times as long
-        apart[:, known_by <= 2] = torch.nan
-        unknown = torch.full_like(next(iter(self.apart.values())), torch.nan)
-        self.away = {peer: self.away.get(peer, unknown.clone()) for peer in (None, *self.apart)}
-        for known, found in zip(self.away.values(), apart, strict=True):
+        off = (places - torch.lerp(low, high, 0.5)).float().abs()  # as `nanquantile`, which takes four times as long
+        off[:, known_by <= 2] = torch.nan
+        unknown = torch.full_like(next(iter(self.differences.values())), torch.nan)
+        self.away = {peer: self.away.get(peer, unknown.clone()) for peer in (None, *self.differences)}
+        for known, found in zip(self.away.values(), off, strict=True):
             known[came] = found
         return {peer: _length(known[known.isfinite()], len(known)) for peer, known in self.away.items()}
 
@@ -260,7 +264,7 @@ class Outliers:
     def moved(self, way: Tensor) -> None:
         """Subtract `way`, a step that only our weights have taken, from all recorded differences."""
         way = _thinned(way).nan_to_num()
-        for vector in self.apart.values():
+        for vector in self.differences.values():
             vector -= way
 
 

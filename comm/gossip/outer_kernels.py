@@ -183,13 +183,13 @@ class TorchKernels:
     ) -> None:
         """Take the outer step on `vectors`, in place; raise ProtocolError if a blob has the wrong size."""
         phi, n = vectors.phi, vectors.phi.numel()
-        step, apart = torch.zeros_like(phi), torch.zeros_like(phi)
+        step, consensus = torch.zeros_like(phi), torch.zeros_like(phi)
         for one in pseudo_gradients:
             step += one.weight * self.codecs.decode(PSEUDO_GRADIENT_CODEC, one.blob, n)
         for one in slow_weights:
-            apart += one.weight * (phi - self.codecs.decode(SLOW_WEIGHTS_CODEC, one.blob, n))
+            consensus += one.weight * (phi - self.codecs.decode(SLOW_WEIGHTS_CODEC, one.blob, n))
         phi -= step
-        phi -= apart
+        phi -= consensus
         torch.mul(phi - vectors.baseline, rho, out=vectors.correction)
         vectors.baseline.add_(vectors.correction)
 

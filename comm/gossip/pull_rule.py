@@ -166,9 +166,9 @@ class PullRule(UpdateRule):
         progress = experience.usual_progress([(one.peer, one.length) for one in possible])
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self._error())
-        apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
+        differences = _differences(self.sample, self.tools.codecs, self.phi, partners)
         lengths = [min(one.length, progress) for one in partners if one.slow]
-        among = dict(zip(apart, outliers.trust([*apart.items()], lengths), strict=True))
+        among = dict(zip(differences, outliers.trust([*differences.items()], lengths), strict=True))
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
         claims, trust, new = self.history.believed(self.closed, partners, progress, read)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
@@ -183,7 +183,7 @@ class PullRule(UpdateRule):
                 weight = share * among[one.peer] * experience.nearness(one.distance, near)
                 for place, part in one.slow:
                     self.tools.kernels.merge(vectors.of(place), [], [Weighted(weight, part)], 0.0)
-                outliers.moved(weight * apart[one.peer])
+                outliers.moved(weight * differences[one.peer])
         rho = rho_of(steps - own.steps, self.tools.optimizer)
         self.tools.kernels.merge(vectors, steps_taken, [], rho)
         self._keep_unsent(vectors, rho * self.unsent_kept)

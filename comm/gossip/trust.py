@@ -15,27 +15,17 @@ if larger, the usual claim. comm/gossip/influence.py computes s, explained, plau
 (`nearness`); `Outliers` in that file computes not_far_i and a_i, the trust in slow weights. If our window has no
 tokens, t_i = 1 and c_i = tokens_i.
 
-`saves` shows an attack by one peer of five: the final loss over the loss with honest peers only. The first figure is
-without the factor (for with_us, s and clip: without any factor), the second with all factors. `costs` is measured with
-honest peers only; losses are divided by the loss without the factor. All factors together cost 0.2% of the loss and,
-with invitations, 0.2% of the time (docs/results/security.md). decentral/sim/liars.py defines the attacks.
+The rules, by factor, and their sources (docs/results/security.md measures what each saves and costs):
 
-    factor       rule, and its source                      saves                  costs
-    with_us      no negative cosine with our window        flipped 1.076, 1.001   0.8 ms of a worker in each merge, with
-                 (FLTrust, arXiv 2012.13995)               opposed 1.055, 1.001   unbiased and useful
-    unbiased     no lasting difference in one direction    little 1.030, 1.001    loss: 1.000 where devices are equal,
-                 (1902.06156; history: 2012.10333)                                1.000 to 1.004 at speeds of 1 to 1/10,
-    useful       some common progress over windows         random 1.014, 1.004    with useful
-                                                           zero 1.012, 1.002
-    new, copied  the same window counts once               copied 1.055, 1.005    0.3 ms in each merge; loss: 0.988 to
-                                                           belated 1.029, 1.008   1.008
-    a, not_far   slow weights near the median              hidden 1.164, 1.004    1.8 ms in a merge with slow weights of
-                 (1803.01498)                              astray 1.413, 1.001    4 partners, 18 ms with 16; loss: 0.999
-    s, clip      bounds from honest training               tokens 1.89, 1.001     not measured alone
-                 (2202.01545, 2012.10333)                  grown 410, 0.999
+    with_us      no negative cosine with our window (FLTrust, arXiv 2012.13995)
+    unbiased     no lasting difference from ours in one direction (arXiv 1902.06156; history: 2012.10333)
+    useful       some common progress over windows
+    new, copied  the same window counts once
+    not_far, a   slow weights near the median (arXiv 1803.01498)
+    s, clip      bounds from honest training (arXiv 2202.01545, 2012.10333)
 
-A copy hidden under noise of twice its length (`blurred`) raises the loss by 3.8%; no factor prevents this attack. A
-restart loses what the factors know of earlier windows; with_us, s and clip use no earlier windows.
+No factor prevents a copy hidden under noise of twice its length (`blurred` in decentral/sim/liars.py). A restart loses
+what the factors know of earlier windows; with_us, s and clip use no earlier windows.
 """
 
 from collections import deque

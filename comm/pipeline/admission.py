@@ -52,10 +52,10 @@ GRACE_S = 1.0  # gradients are held this long after the origin peer's time limit
 
 
 def _waits(execution: StageExecution, waiting: Collection[int]) -> bool:
-    """Return whether an execution waits for its forward pass (its token is in `waiting`) or for a next peer."""
+    """Return whether an execution waits for its forward pass (its id is in `waiting`) or for a next peer."""
     hop = execution.next_hop
     paused = execution.state is AWAY and hop is not None and isinstance(hop.place, Paused)
-    return paused or (execution.state is FORWARD and execution.token in waiting)
+    return paused or (execution.state is FORWARD and execution.local_id in waiting)
 
 
 @dataclass(slots=True)
@@ -100,11 +100,11 @@ class Admission:
         if younger is None or self.table.holds.rests(PeerId(request.origin), now):
             return [*given_up, Reply(event.request, Envelope(Refused(refusal or Reason.BUSY)))]
         given_up += [effect for one in younger for effect in self.table.give_up(one, Reason.BUSY)]
-        last, token = self.forwarding.choose_end(request.first), next(self.table.tokens)
+        last, local_id = self.forwarding.choose_end(request.first), next(self.table.local_ids)
         blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
-        job = Forward(token, id.first, last, request.sequences, request.layout, blob, thin)
+        job = Forward(local_id, id.first, last, request.sequences, request.layout, blob, thin)
         execution = ForwardedExecution(
-            token=token,
+            local_id=local_id,
             id=id,
             last=last,
             memory_share=self.stage.memory_share(request.first, last),
@@ -196,7 +196,7 @@ class Admission:
             return Refused(Reason.BUSY)
         last = self.forwarding.usual_end(offer.first)
         load = self.forwarding.load
-        wait_s = load.wait_s(self.table.by_token.values())
+        wait_s = load.wait_s(self.table.by_local_id.values())
         return Load(self.stage.run, wait_s, load.execution_s(offer.first, last), last)
 
     def may_begin(self, own: int) -> bool:
@@ -247,13 +247,13 @@ class Admission:
         executions that wait for one another: a deadlock.
         """
         capacity, count, in_use, own_count, own = self.stage.capacity, 0, 0.0, 0, 0.0
-        for execution in self.table.by_token.values():
+        for execution in self.table.by_local_id.values():
             if execution.state is not HELD and execution not in given_up:
                 count, in_use = count + 1, in_use + execution.memory_share
                 if execution.own:
                     own_count, own = own_count + 1, own + execution.memory_share
         more = self.stage.memory_share(first, self.stage.last)
-        full = count >= MOST_UNDER_WAY or len(self.table.by_token) - len(given_up) >= MOST_HELD * capacity
+        full = count >= MOST_UNDER_WAY or len(self.table.by_local_id) - len(given_up) >= MOST_HELD * capacity
         if full or in_use + more > capacity + ROUNDING:
             return False
         kept = min(self.stage.later_entries(first), capacity // KEPT_PART)
@@ -271,7 +271,7 @@ class Admission:
     def push(self, job: Forward, round: int) -> None:
         """Queue a forward pass for the training thread, or keep it until `round` begins if that is a later round."""
         if round > self.round:
-            self.table.jobs.early[job.token] = job
+            self.table.jobs.early[job.local_id] = job
         else:
             self.table.jobs.push(job)
 
@@ -281,7 +281,7 @@ class Admission:
         effects: list[Effect] = []
         early, self.table.jobs.early = self.table.jobs.early, {}
         for job in early.values():
-            execution = self.table.by_token.get(job.token)
+            execution = self.table.by_local_id.get(job.local_id)
             if execution is not None and execution.state is FORWARD and active:
                 self.table.jobs.push(job)
             elif execution is not None:
@@ -291,7 +291,7 @@ class Admission:
     def end_round(self, everything: bool) -> list[Effect]:
         """Remove all executions of this round and, if `everything`, executions that came early for the next round."""
         effects: list[Effect] = []
-        for execution in list(self.table.by_token.values()):
+        for execution in list(self.table.by_local_id.values()):
             if execution.state is GONE or (execution.round > self.round and not everything):
                 continue
             if execution.state is HELD:
@@ -320,22 +320,22 @@ class OwnMicroBatches:
         elsewhere = stage.first > 0 or not stage.originates
         if not self.admission.active or self.admission.draining or elsewhere or reaches_the_end:
             return jobs
-        own = sum(execution.own for execution in self.table.by_token.values())
+        own = sum(execution.own for execution in self.table.by_local_id.values())
         while self.quota != 0 and self.admission.may_begin(own):
             last = self.forwarding.choose_end(0)
             if last < stage.layers and not self.forwarding.view.successors(last):
                 self.look_at = now + SUCCESSOR_RETRY_S
                 break
             execution = self._new(last, now)
-            self.table.jobs.running.add(execution.token)  # this job needs no queue: `may_begin` found the thread free
-            jobs.append(Draw(execution.token, last, self.forwarding.view.is_thin()))
+            self.table.jobs.running.add(execution.local_id)  # no queue: `may_begin` found the thread free
+            jobs.append(Draw(execution.local_id, last, self.forwarding.view.is_thin()))
             own += 1
             self.quota = None if self.quota is None else self.quota - 1
         return jobs
 
     def _new(self, last: int, now: Seconds) -> OwnExecution:
         execution = OwnExecution(
-            token=next(self.table.tokens),
+            local_id=next(self.table.local_ids),
             id=ExecutionId(self.admission.stage.peer, 0, 0),
             last=last,
             memory_share=self.admission.stage.memory_share(0, last),
@@ -350,7 +350,7 @@ class OwnMicroBatches:
     @property
     def under_way(self) -> list[OwnExecution]:
         """Return our own micro-batches in flight."""
-        own = (one for one in self.table.by_token.values() if isinstance(one, OwnExecution))
+        own = (one for one in self.table.by_local_id.values() if isinstance(one, OwnExecution))
         return [execution for execution in own if execution.state is not GONE]
 
     def give_up_all(self) -> list[Effect]:

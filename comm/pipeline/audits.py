@@ -81,9 +81,9 @@ class Usual:
         """Return whether a number is more than `most_ratio` times as large, or as small, as usual; count it, too."""
         if not 0 < number < math.inf:
             return self.seen >= UNUSUAL_AFTER
-        limit, apart = math.log(most_ratio), math.log(number) - self.log
-        far = self.seen >= UNUSUAL_AFTER and abs(apart) > limit
-        bounded = max(-limit, min(limit, apart)) if self.seen else apart
+        limit, offset = math.log(most_ratio), math.log(number) - self.log
+        far = self.seen >= UNUSUAL_AFTER and abs(offset) > limit
+        bounded = max(-limit, min(limit, offset)) if self.seen else offset
         self.seen += 1
         self.log += max(NEWEST_WEIGHT, 1 / self.seen) * bounded
         return far
@@ -106,7 +106,7 @@ class Opinion:
 class Audit:
     """An audit in progress: other peers compute a micro-batch again, from layer `id.first` to the model's end."""
 
-    token: int
+    local_id: int
     id: ExecutionId  # id under which the audit requests the execution (see `twin`)
     of: int  # number that the origin peer gave the micro-batch
     hop: NextHop
@@ -155,7 +155,7 @@ class RouteAudits:
     _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; an abort may drop them all
     # For each first layer of next peers: the usual loss of a token, and the usual norm of a gradient.
     _usual: dict[int, tuple[Usual, Usual]] = field(default_factory=dict)
-    _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         """Estimate the size of gradient sums from the stage's config, until the first sums are complete."""
@@ -212,7 +212,7 @@ class RouteAudits:
         if self.owed > credit * cost or chance.random() >= often:
             return []
         audit = Audit(
-            token=next(self._tokens),
+            local_id=next(self._ids),
             id=ExecutionId(id.origin, twin(id.number), id.first),
             of=id.number,
             hop=NextHop(hop.tokens, hop.layout, hop.payload, hop.gradients, tried=[peer]),
@@ -249,21 +249,21 @@ class RouteAudits:
             return self._end(audit, "undecided" if len(audit.opinions) > 1 else None, now)
         to = chance.choice(new)
         hop.send(Sent(to, now, math.inf, math.inf))
-        self.open[audit.token] = audit
+        self.open[audit.local_id] = audit
         audit.costs.append(audit.cost)
         self.owed += audit.costs[-1]
         run, sequences, drawn = known.stage.run, audit.sequences, max(0.0, now - audit.age_s)
         request = ForwardRequest(
             run, id.origin, id.number, id.first, sequences, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn
         )
-        tag = AuditTag(audit.token, hop.attempts)
+        tag = AuditTag(audit.local_id, hop.attempts)
         patience_s = min(audit.patience_s, audit.deadline_s)
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Handle the outcome of an audit request: compare the new opinion, or ask another peer if no opinion came."""
         assert isinstance(event.tag, AuditTag)
-        audit = self.open.get(event.tag.token)
+        audit = self.open.get(event.tag.local_id)
         if audit is None or audit.hop.to != event.peer or audit.hop.attempts != event.tag.attempt:
             return []
         audit.hop.pause(now)
@@ -273,13 +273,13 @@ class RouteAudits:
             if self.forwarding.fits(audit.hop, audit.id.first, event.peer, response, blob):
                 audit.opinions.append(Opinion(event.peer, response, blob))
                 gradients = tuple((one.response.layout, one.blob) for one in audit.opinions)
-                return [Compare(audit.token, audit.sequences, audit.id.first, gradients)]
+                return [Compare(audit.local_id, audit.sequences, audit.id.first, gradients)]
         self.owed -= audit.costs.pop()  # a request that brought no opinion is not charged to the budget
         return self._ask(audit, now, self._drawing)
 
     def compared(self, event: Compared, now: Seconds) -> list[Effect]:
         """Judge an audit after its newest opinion was compared with each earlier one, or ask for a third opinion."""
-        audit = self.open[event.token]
+        audit = self.open[event.local_id]
         newest = len(audit.opinions) - 1
         audit.likeness |= {(earlier, newest): found for earlier, found in enumerate(event.likeness)}
         if newest == 1 and audit.agree(0, 1):
@@ -306,7 +306,7 @@ class RouteAudits:
 
     def _end(self, audit: Audit, verdict: Verdict | None, now: Seconds, wrong: PeerId | None = None) -> list[Effect]:
         """Close an audit, and log its verdict unless it is None; `wrong` is the peer that gave the wrong answer."""
-        self.open.pop(audit.token, None)
+        self.open.pop(audit.local_id, None)
         if verdict is None:
             return []
         line = AuditLine(

@@ -153,7 +153,7 @@ class StageExecution:
     """A micro-batch's passes through this peer: the base class of OwnExecution and ForwardedExecution."""
 
     own: ClassVar[bool] = False
-    token: int  # id of the execution inside this peer, as in jobs of the training thread
+    local_id: int  # id of the execution inside this peer, as in jobs of the training thread
     id: ExecutionId
     last: int  # first layer that this peer does not compute; the next peer begins with it
     memory_share: float  # memory that it takes, as a share of what an execution through all our layers takes
@@ -182,7 +182,8 @@ class StageExecution:
         """Return the last events of this execution as text, the oldest first."""
         told = (f"{what}: {to.name}" if isinstance(to, ExecutionState) else f"{what} {to}" for what, to in self.events)
         name = f"{self.id.origin}/{self.id.number}@{self.id.first}"
-        return f"{name} (token {self.token}, in {self.state.name}): {'; '.join(told) or 'nothing has happened yet'}"
+        so_far = "; ".join(told) or "nothing has happened yet"
+        return f"{name} (local id {self.local_id}, in {self.state.name}): {so_far}"
 
     @property
     def sent(self) -> NextHop:

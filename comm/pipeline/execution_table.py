@@ -47,7 +47,7 @@ class JobQueue:
     """
 
     running: set[int] = field(default_factory=set)  # tokens of the executions whose job is at the training thread
-    # Forward passes that wait for the next synchronous round, by StageExecution.token.
+    # Forward passes that wait for the next synchronous round, by StageExecution.local_id.
     early: dict[int, Forward] = field(default_factory=dict)
     # Waiting passes, sorted so that backward passes come first, then older executions.
     _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)
@@ -60,30 +60,30 @@ class JobQueue:
     @property
     def waiting(self) -> set[int]:
         """Return the tokens of executions whose forward pass waits here."""
-        return {token for is_forward, token, _ in self._ready if is_forward}
+        return {local_id for is_forward, local_id, _ in self._ready if is_forward}
 
     def push(self, job: Forward | Backward) -> None:
         """Queue a job in its place: backward before forward, older before newer."""
-        bisect.insort(self._ready, (isinstance(job, Forward), job.token, job))
+        bisect.insort(self._ready, (isinstance(job, Forward), job.local_id, job))
 
-    def drop(self, token: int) -> None:
+    def drop(self, local_id: int) -> None:
         """Remove this execution's job if it still waits here."""
-        self.early.pop(token, None)
-        self._ready = [item for item in self._ready if item[1] != token]
+        self.early.pop(local_id, None)
+        self._ready = [item for item in self._ready if item[1] != local_id]
 
     def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
         """Return the jobs that the training thread gets now, and mark them as running.
 
         Args:
-            may: Returns, for an execution's token, whether its forward pass may begin; None if all may begin.
+            may: Returns, for an execution's id, whether its forward pass may begin; None if all may begin.
         """
         jobs = []
-        for is_forward, token, job in list(self._ready):
+        for is_forward, local_id, job in list(self._ready):
             if self.full:
                 break
-            if may is None or not is_forward or may(token):
-                self.drop(token)
-                self.running.add(token)
+            if may is None or not is_forward or may(local_id):
+                self.drop(local_id)
+                self.running.add(local_id)
                 jobs.append(job)
         return jobs
 
@@ -97,20 +97,20 @@ class ExecutionTable:
     commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
     holds: HoldLimits = field(default_factory=HoldLimits)
-    by_token: dict[int, StageExecution] = field(default_factory=dict)
+    by_local_id: dict[int, StageExecution] = field(default_factory=dict)
     counted: dict[ExecutionId, None] = field(default_factory=dict)  # other peers' committed executions
     by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # other peers' executions, unless GONE
-    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    local_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, execution: StageExecution) -> None:
         """Add a new execution to the table."""
-        self.by_token[execution.token] = execution
+        self.by_local_id[execution.local_id] = execution
         if isinstance(execution, ForwardedExecution):
             self.by_id[execution.id] = execution
 
     def awaits(self, tag: ExecutionTag) -> StageExecution | None:
         """Return the execution that still waits for the answer to the question with this tag, or None."""
-        execution = self.by_token.get(tag.token)
+        execution = self.by_local_id.get(tag.local_id)
         if execution is None or execution.state is not AWAY:
             return None
         hop = execution.sent
@@ -125,7 +125,7 @@ class ExecutionTable:
         if self.load.stage.overlap:
             return True
         waiting = self.jobs.waiting
-        return all(execution.state is HELD or token in waiting for token, execution in self.by_token.items())
+        return all(execution.state is HELD or local_id in waiting for local_id, execution in self.by_local_id.items())
 
     @property
     def step_waits(self) -> bool:
@@ -150,7 +150,7 @@ class ExecutionTable:
         return self.jobs.dispatch(self._older_than_pending() if self.step_waits else None)
 
     def _older_than_pending(self) -> Callable[[int], bool]:
-        """Return a function that tells, by token, whether a forward pass may begin while gradients wait for a step.
+        """Return a function that tells, by local id, whether a forward pass may begin while gradients wait for a step.
 
         It may begin if its micro-batch is older than some micro-batch that is between its two passes here. Such passes
         delay the step only for a bounded time, since new micro-batches are younger. If all forward passes had to wait
@@ -160,11 +160,11 @@ class ExecutionTable:
         waiting = self.jobs.waiting
         pending = [
             execution.order
-            for token, execution in self.by_token.items()
-            if execution.state not in (HELD, GONE) and token not in waiting
+            for local_id, execution in self.by_local_id.items()
+            if execution.state not in (HELD, GONE) and local_id not in waiting
         ]
         youngest = max(pending, default=None)
-        return lambda token: youngest is not None and self.by_token[token].order < youngest
+        return lambda local_id: youngest is not None and self.by_local_id[local_id].order < youngest
 
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
         """End an execution before its decision: refuse its open requests, abort its gradients, and free what it keeps.
@@ -181,14 +181,14 @@ class ExecutionTable:
             tries = len(hop.tried) if hop else 0
             effects.append(Log(AbandonedLine(number=execution.id.number, reason=reason, tries=tries)))
         if execution.state is HELD:
-            effects += self.ledger.abort(execution.token)
+            effects += self.ledger.abort(execution.local_id)
             self.end_held(execution, reason)
             return effects
         if execution.state is AWAY and hop and hop.to:
             self.commits.abort(hop.to, execution.next_id)
-        self.jobs.drop(execution.token)
+        self.jobs.drop(execution.local_id)
         self.by_id.pop(execution.id, None)
-        if execution.token in self.jobs.running:
+        if execution.local_id in self.jobs.running:
             execution.move(ExecutionEvent.GIVEN_UP_AT_WORK, reason)
             return effects
         return effects + self.let_go(execution, ExecutionEvent.GIVEN_UP, reason)
@@ -214,7 +214,7 @@ class ExecutionTable:
     def let_go(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> list[Effect]:
         """Remove an execution that gets no backward pass; return the job that frees its memory."""
         self.end(execution, event, cause)
-        return [Forget((execution.token,))]
+        return [Forget((execution.local_id,))]
 
     def end_held(self, execution: StageExecution, cause: str) -> None:
         """Remove an execution in state HELD, and send no more queries about it."""
@@ -225,4 +225,4 @@ class ExecutionTable:
     def end(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> None:
         """Remove an execution from the table, by an event that leads to ENDED."""
         execution.move(event, cause)
-        self.by_token.pop(execution.token)
+        self.by_local_id.pop(execution.local_id)

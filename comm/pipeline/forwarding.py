@@ -139,7 +139,7 @@ class Forwarding:
         if not offers:
             return self._send_to(execution, chosen[0], now)
         hop.offer(chosen)
-        tag = OfferTag(execution.token, hop.attempts)
+        tag = OfferTag(execution.local_id, hop.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences, execution.drawn))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
 
@@ -206,7 +206,7 @@ class Forwarding:
         request = ForwardRequest(
             run, id.origin, id.number, id.first, sequences, patience_s, hold_s, hop.layout, execution.round, drawn
         )
-        tag = ForwardTag(execution.token, hop.attempts)
+        tag = ForwardTag(execution.local_id, hop.attempts)
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
@@ -268,7 +268,7 @@ class Forwarding:
         """
         execution.sent.look_again(sent, math.inf, sent.late)
         self.questioned[sent.to] += 1
-        tag, status_s = ForwardStatusTag(execution.token, execution.sent.attempts), self.scheduler.status_s(sent.to)
+        tag, status_s = ForwardStatusTag(execution.local_id, execution.sent.attempts), self.scheduler.status_s(sent.to)
         return Ask(tag, sent.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
 
     def status_heard(self, peer: PeerId) -> None:

@@ -60,10 +60,10 @@ class Ledger(Protocol):
     """Interface through which the router records gradients, and learns which jobs to give to the training thread.
 
     GradientLedger implements it for asynchronous training, and ContributionRecord for synchronous rounds. A parameter
-    `token`, and each of `executions`, is an execution's id (StageExecution.token); `tokens` are text tokens.
+    `local_id`, and each of `executions`, is an execution's id (StageExecution.local_id).
     """
 
-    entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by StageExecution.token
+    entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by StageExecution.local_id
     quiet: bool  # True: a step may change the weights now, as no execution needs the old ones (ExecutionTable.quiet)
     sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
@@ -78,22 +78,22 @@ class Ledger(Protocol):
         """Set the minimum number of micro-batches in a step."""
         return
 
-    def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+    def add(self, local_id: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """Record that the open sum contains an execution's gradients; `state` is the origin peer's decision so far."""
 
     def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
         """Return whether a next peer's answer may be used; `loss` is in nats, summed over `tokens` text tokens."""
 
-    def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
-        """Record the other peers' hops on the route of one of our micro-batches. Call `add` for this token next."""
+    def completed(self, local_id: int, hops: tuple[Hop, ...]) -> None:
+        """Record the other peers' hops on the route of one of our micro-batches. Call `add` for this id next."""
 
     # ContributionRecord inherits these empty methods, because a synchronous round itself decides when a step is taken.
 
-    def commit(self, token: int) -> list[Effect]:
+    def commit(self, local_id: int) -> list[Effect]:
         """Mark an execution in doubt as committed, so that it counts; do nothing if it is decided or unknown."""
         return []
 
-    def abort(self, token: int) -> list[Effect]:
+    def abort(self, local_id: int) -> list[Effect]:
         """Mark an execution in doubt as aborted, so that it does not count; do nothing if it is decided or unknown."""
         return []
 
@@ -115,7 +115,7 @@ class Ledger(Protocol):
         """
         return []
 
-    def undone(self, token: int, done: bool) -> list[Effect]:
+    def undone(self, local_id: int, done: bool) -> list[Effect]:
         """Record the outcome of an Undo job; `done`: the aborted execution's gradients were taken out of the sum."""
         return []
 
@@ -132,8 +132,8 @@ class GradientLedger:
     slots: int = 1  # at most this many closed (sealed) gradient sums wait for commit decisions
     quiet: bool = True
     entries: dict[int, GradientEntry] = field(default_factory=dict)
-    states: dict[int, CommitState] = field(default_factory=dict)  # decisions, by StageExecution.token
-    # Key: buffer (slot) of a closed gradient sum. Value: StageExecution.token of each execution in the sum.
+    states: dict[int, CommitState] = field(default_factory=dict)  # decisions, by StageExecution.local_id
+    # Key: buffer (slot) of a closed gradient sum. Value: StageExecution.local_id of each execution in the sum.
     closing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sealing: bool = False
     undoing: set[int] = field(default_factory=set)  # executions that an Undo job takes out of the open sum
@@ -142,25 +142,25 @@ class GradientLedger:
         """Set the minimum number of micro-batches in a step."""
         self.micro_batches_per_step = micro_batches
 
-    def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+    def add(self, local_id: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """Record that the open sum contains an execution's gradients; `state` is the origin peer's decision so far."""
-        self.entries[token], self.states[token] = entry, state
+        self.entries[local_id], self.states[local_id] = entry, state
         return self._advance()
 
     def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
         """Return True: without rounds there is no list of members to check the hops against."""
         return True
 
-    def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
+    def completed(self, local_id: int, hops: tuple[Hop, ...]) -> None:
         """Do nothing: without rounds no contribution record lists the hops of a route."""
 
-    def commit(self, token: int) -> list[Effect]:
+    def commit(self, local_id: int) -> list[Effect]:
         """Mark an execution in doubt as committed, and return the jobs that this makes possible, such as a step."""
-        return self._decide(token, CommitState.COMMITTED)
+        return self._decide(local_id, CommitState.COMMITTED)
 
-    def abort(self, token: int) -> list[Effect]:
+    def abort(self, local_id: int) -> list[Effect]:
         """Mark an execution in doubt as aborted; if a sealed sum contains it, return the job that drops the sum."""
-        return self._decide(token, CommitState.ABORTED)
+        return self._decide(local_id, CommitState.ABORTED)
 
     def sealed(self, executions: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
         """Record that the training thread has sealed a sum; drop it at once if it is not finite."""
@@ -176,12 +176,12 @@ class GradientLedger:
         self.sealing = False
         return [Log(CountedLine(of=_counted(self._taken(executions)))), *self._advance()]
 
-    def undone(self, token: int, done: bool) -> list[Effect]:
+    def undone(self, local_id: int, done: bool) -> list[Effect]:
         """Remove an execution whose gradients were taken out; if that failed, let it drop its whole sum."""
-        self.undoing.discard(token)
+        self.undoing.discard(local_id)
         if done:
-            return [Log(UncountedLine(of=_counted(self._taken((token,))), void=1)), *self._advance()]
-        self.entries[token] = replace(self.entries[token], undo=None)
+            return [Log(UncountedLine(of=_counted(self._taken((local_id,))), void=1)), *self._advance()]
+        self.entries[local_id] = replace(self.entries[local_id], undo=None)
         return self._advance()
 
     def look(self, quiet: bool) -> list[Effect]:
@@ -198,14 +198,14 @@ class GradientLedger:
 
     def _leaving(self) -> list[Undo]:
         """Return the jobs that must take aborted executions' gradients out of the open sum before the next step."""
-        aborted = (token for token, state in self.states.items() if state is CommitState.ABORTED)
-        return [undo for token in aborted if (undo := self.entries[token].undo)]
+        aborted = (local_id for local_id, state in self.states.items() if state is CommitState.ABORTED)
+        return [undo for local_id in aborted if (undo := self.entries[local_id].undo)]
 
-    def _decide(self, token: int, state: CommitState) -> list[Effect]:
+    def _decide(self, local_id: int, state: CommitState) -> list[Effect]:
         """Decide on an execution in doubt. The first decision is final: a later one changes nothing."""
-        if self.states.get(token) is not CommitState.IN_DOUBT:
+        if self.states.get(local_id) is not CommitState.IN_DOUBT:
             return []
-        self.states[token] = state
+        self.states[local_id] = state
         return self._advance()
 
     def _advance(self) -> list[Effect]:
@@ -217,10 +217,12 @@ class GradientLedger:
         if not self.quiet or len(self.closing) == self.slots:
             return effects
         if leaving := self._leaving():
-            effects += [undo for undo in leaving if undo.token not in self.undoing]
-            self.undoing.update(undo.token for undo in leaving)
+            effects += [undo for undo in leaving if undo.local_id not in self.undoing]
+            self.undoing.update(undo.local_id for undo in leaving)
             return effects
-        if any(entry.undo and self.states[token] is CommitState.IN_DOUBT for token, entry in self.entries.items()):
+        if any(
+            entry.undo and self.states[local_id] is CommitState.IN_DOUBT for local_id, entry in self.entries.items()
+        ):
             return effects
         sealed = sum(map(len, self.closing.values()))
         even = -(-len(self.entries) // (self.slots + 1)) if self.slots > 1 else 0
@@ -231,15 +233,15 @@ class GradientLedger:
 
     def _seal(self) -> Seal:
         slot = next(slot for slot in range(self.slots) if slot not in self.closing)
-        closing = {token for executions in self.closing.values() for token in executions}
-        filled = [token for token in self.entries if token not in closing]
-        if any(self.states[token] is not CommitState.COMMITTED for token in filled):
+        closing = {local_id for executions in self.closing.values() for local_id in executions}
+        filled = [local_id for local_id in self.entries if local_id not in closing]
+        if any(self.states[local_id] is not CommitState.COMMITTED for local_id in filled):
             return Seal(slot=slot)
-        return Seal(tuple(filled), self._apply([self.entries[token] for token in filled], slot), slot)
+        return Seal(tuple(filled), self._apply([self.entries[local_id] for local_id in filled], slot), slot)
 
     def _finish(self, slot: int) -> list[Effect]:
         closing = self.closing[slot]
-        states = [self.states[token] for token in closing]
+        states = [self.states[local_id] for local_id in closing]
         aborted = sum(state is CommitState.ABORTED for state in states)
         if CommitState.IN_DOUBT in states and not aborted:
             return []
@@ -250,9 +252,9 @@ class GradientLedger:
         return [self._apply(entries, slot), Log(CountedLine(of=_counted(entries)))]
 
     def _taken(self, executions: tuple[int, ...]) -> list[GradientEntry]:
-        for token in executions:
-            del self.states[token]
-        return [self.entries.pop(token) for token in executions]
+        for local_id in executions:
+            del self.states[local_id]
+        return [self.entries.pop(local_id) for local_id in executions]
 
     def _apply(self, entries: list[GradientEntry], slot: int) -> Apply:
         own = [entry for entry in entries if entry.own]

@@ -95,7 +95,7 @@ class ExecutionLifecycle:
                     self.forwarding.scheduler.served(event.peer, event.seconds)
                     execution.gradient_came(event.peer, response, blob, event.seconds)
                     thin = self.forwarding.view.is_thin()
-                    job = Backward(execution.token, response.layout, blob, thin)
+                    job = Backward(execution.local_id, response.layout, blob, thin)
                     if isinstance(execution, ForwardedExecution):
                         execution.keep_backward(job)
                     self.table.jobs.push(job)
@@ -124,7 +124,7 @@ class ExecutionLifecycle:
     def _missed(self, is_lost: Callable[[PeerId, Seconds], bool], now: Seconds) -> list[Effect]:
         """Suspend next peers for which `is_lost(peer, sent_at)` is true, and send their executions to other peers."""
         effects: list[Effect] = []
-        for execution in list(self.table.by_token.values()):
+        for execution in list(self.table.by_local_id.values()):
             place = execution.sent.place if execution.state is AWAY else None
             if isinstance(place, Sent) and is_lost(place.to, place.at):
                 effects += self.forwarding.missed(execution, place.to, now)
@@ -137,7 +137,7 @@ class ExecutionLifecycle:
         Then the previous peer gets its gradient or, if the micro-batch is our own, the route's peers get a commit. If a
         forward pass fails, the execution is given up. If a backward pass fails, another peer computes the gradient.
         """
-        execution = self.table.by_token.get(event.token)
+        execution = self.table.by_local_id.get(event.local_id)
         assert execution is not None, "an execution stays in the table while the training thread works on it"
         match event:
             case BackwardDone():
@@ -175,15 +175,15 @@ class ExecutionLifecycle:
         self.forwarding.load.backward_done(execution, done.tokens, forward_counted=response is not None)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
-            return effects + self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
+            return effects + self.table.ledger.add(execution.local_id, entry, CommitState.ABORTED)
         if not isinstance(execution, ForwardedExecution):
             self.completed += 1
             route = tuple(PeerId(hop.peer) for hop in hops)
             self.admission.window.done(now - execution.started_at, route, self.admission.stage.max_own)
             self.table.commits.commit(execution.id, hops, done.tokens)
             self.table.end(execution, ExecutionEvent.COMPLETED, "complete")
-            self.table.ledger.completed(execution.token, hops)
-            return effects + self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
+            self.table.ledger.completed(execution.local_id, hops)
+            return effects + self.table.ledger.add(execution.local_id, entry, CommitState.COMMITTED)
         stage, until = self.admission.stage, execution.until
         if not stage.synchronous:  # in synchronous training, gradients are held until the round ends
             took_s, route_s = now - execution.started_at, self.forwarding.whole_route_s(execution, done.tokens)
@@ -193,7 +193,7 @@ class ExecutionLifecycle:
         execution.await_decision(answer, until, now)
         usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
         self.table.commits.ask_later(execution.id, now, now - execution.started_at, usual_s)
-        effects += self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
+        effects += self.table.ledger.add(execution.local_id, entry, CommitState.IN_DOUBT)
         return effects + execution.replies()
 
     def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
@@ -206,10 +206,10 @@ class ExecutionLifecycle:
         for id in decision.commit:
             execution = self.table.by_id.get(id)
             if execution is not None and execution.state is HELD and sender == id.origin:
-                entry = self.table.ledger.entries.get(execution.token)
+                entry = self.table.ledger.entries.get(execution.local_id)
                 if entry is not None and sender in execution.askers:  # the origin peer computed all layers before ours
                     self.table.commits.credit(sender, entry.tokens * id.first)
-                effects += self.table.ledger.commit(execution.token)
+                effects += self.table.ledger.commit(execution.local_id)
                 self.table.holds.committed(sender, now - execution.held_at)
                 self.table.end_held(execution, Reason.COUNTED)
                 keep_latest(self.table.counted, id, None, COUNTED_KEPT)
@@ -243,7 +243,7 @@ class ExecutionLifecycle:
         return [effect for one in gone for effect in self.table.give_up(one, Reason.MOVED)]
 
     def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
-        waits = execution.state is FORWARD and execution.token in self.table.jobs.waiting
+        waits = execution.state is FORWARD and execution.local_id in self.table.jobs.waiting
         return waits and [*execution.askers] == [origin]
 
     def was_stopped(self, seconds: Seconds) -> None:
@@ -251,14 +251,14 @@ class ExecutionLifecycle:
 
         Call this before `overdue`, which would otherwise punish origin peers for decisions that could not arrive.
         """
-        for execution in self.table.by_token.values():
+        for execution in self.table.by_local_id.values():
             if isinstance(execution, ForwardedExecution) and execution.state is HELD:
                 execution.until, execution.held_at = execution.until + seconds, execution.held_at + seconds
 
     def overdue(self, now: Seconds) -> list[Effect]:
         """Give up executions past their deadline, send paused executions on, and ask next peers about late ones."""
         effects: list[Effect] = []
-        for execution in list(self.table.by_token.values()):
+        for execution in list(self.table.by_local_id.values()):
             hop = execution.next_hop
             if execution.state is GONE:
                 continue

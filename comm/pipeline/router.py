@@ -94,8 +94,8 @@ class Router:
 
     @property
     def executions(self) -> dict[int, StageExecution]:
-        """Return the executions at this peer, by StageExecution.token."""
-        return self.table.by_token
+        """Return the executions at this peer, by StageExecution.local_id."""
+        return self.table.by_local_id
 
     @property
     def completed(self) -> int:
@@ -108,7 +108,7 @@ class Router:
         if not self.admission.active:
             return None
         if self._wake is None:
-            times = (execution.wake_at() for execution in self.table.by_token.values())
+            times = (execution.wake_at() for execution in self.table.by_local_id.values())
             at = earliest((self.own.look_at, self.commits.wake_at, *times))
             self._wake = math.inf if at is None else at
         return None if self._wake == math.inf else self._wake
@@ -116,7 +116,7 @@ class Router:
     @property
     def idle(self) -> bool:
         """Return whether this peer has neither an execution nor a gradient that waits for a step."""
-        return not self.table.by_token and not self.ledger.entries and not self.ledger.sealing
+        return not self.table.by_local_id and not self.ledger.entries and not self.ledger.sealing
 
     def was_stopped(self, seconds: Seconds) -> None:
         """Extend the deadlines of HELD executions by the seconds for which this process was stopped."""
@@ -180,12 +180,12 @@ class Router:
                 return self.audits.answered(event, now)
             case Compared():
                 return self.audits.compared(event, now)
-            case Undone(token, done):
-                return self.ledger.undone(token, done)
+            case Undone(local_id, done):
+                return self.ledger.undone(local_id, done)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 return self.lifecycle.answered(event, now)
             case ForwardDone() | BackwardDone() | ExecutionFailed():
-                self.table.jobs.running.discard(event.token)
+                self.table.jobs.running.discard(event.local_id)
                 return self.lifecycle.computed(event, now)
             case Sealed(executions, slot, sound):
                 self.audits.sum_complete(len(executions))

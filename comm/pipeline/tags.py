@@ -15,7 +15,7 @@ class RouteTag(Tag):
 class ExecutionTag(RouteTag):
     """The tag of a question about a stage execution. An answer to any but the latest attempt is ignored."""
 
-    token: int  # id of the stage execution at this peer
+    local_id: int  # id of the stage execution at this peer
     attempt: int  # number of the attempt to pass the execution to another peer
 
 
@@ -39,12 +39,12 @@ class ForwardTag(ExecutionTag):
 
 @dataclass(frozen=True, slots=True)
 class AuditTag(RouteTag):
-    """The tag of a ForwardRequest with which the audit `token` has an answer recomputed.
+    """The tag of a ForwardRequest with which the audit `local_id` has an answer recomputed.
 
     An answer to any but the audit's latest attempt is ignored.
     """
 
-    token: int
+    local_id: int
     attempt: int
     measures_link: ClassVar[bool] = False
     may_be_late: ClassVar[bool] = True

@@ -45,8 +45,8 @@ class ContributionRecord(Ledger):
     quiet: bool = True
     sealing: bool = False
     micro_batches_per_step: int = 1
-    entries: dict[int, GradientEntry] = field(default_factory=dict)  # `token` -> execution that is in one of our sums
-    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # `token` of our own micro-batch -> hops after ours
+    entries: dict[int, GradientEntry] = field(default_factory=dict)  # `local_id` -> execution in one of our sums
+    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # `local_id` of our micro-batch -> hops after ours
     members: dict[PeerId, RoundMember] = field(default_factory=dict)  # of this round; {} before the first round
     ends: frozenset[int] = frozenset()  # layers at which fragments end; a stage execution must end at one of them
 
@@ -66,14 +66,14 @@ class ContributionRecord(Ledger):
         fits = held and {hop.last for hop in hops} <= self.ends
         return (fits or not self.members) and loss <= MOST_LOSS * tokens
 
-    def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+    def add(self, local_id: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """Record that this round's sum contains an execution's gradient; return no effects."""
-        self.entries[token] = entry
+        self.entries[local_id] = entry
         return []
 
-    def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
+    def completed(self, local_id: int, hops: tuple[Hop, ...]) -> None:
         """Record that our micro-batch is complete. `hops` are the stages that other peers executed after ours."""
-        self.ways[token] = hops
+        self.ways[local_id] = hops
 
     def take(self) -> dict[int, GradientEntry]:
         """Return this round's executions by their id at this peer, and clear the record for the next round."""
@@ -81,12 +81,14 @@ class ContributionRecord(Ledger):
         return entries
 
     def named(self, executions: Container[ExecutionId]) -> tuple[int, ...]:
-        """Return the ids at this peer (`token`) of those of the `executions` that are in this peer's sums.
+        """Return the ids at this peer (`local_id`) of those of the `executions` that are in this peer's sums.
 
         An execution that was given up and sent again may be in a sum twice, under two ids. Only one of these ids is
         returned. The job CloseRound then finds an id in the sum that was not returned, and discards the sum.
         """
-        counted = {entry.execution: token for token, entry in self.entries.items() if entry.execution in executions}
+        counted = {
+            entry.execution: local_id for local_id, entry in self.entries.items() if entry.execution in executions
+        }
         return tuple(counted.values())
 
     def completed_micro_batches(
@@ -99,8 +101,8 @@ class ContributionRecord(Ledger):
         """
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0
-        for token, hops in self.ways.items():
-            entry = self.entries[token]
+        for local_id, hops in self.ways.items():
+            entry = self.entries[local_id]
             route = [(own, entry.last), *((PeerId(hop.peer), hop.last) for hop in hops)]
             if all(peer in places for peer, _ in route):
                 through, ends = tuple(places[peer] for peer, _ in route), tuple(end for _, end in route)

@@ -194,9 +194,9 @@ class Round:
     def close_sums(self, closed: RoundClosed, entries: dict[int, GradientEntry]) -> None:
         """Store our packed sums as messages, and record which executions are in these sums.
 
-        `entries` maps each execution's id at this peer (`token`) to its entry.
+        `entries` maps each execution's id at this peer (`local_id`) to its entry.
         """
-        self.executions = [entries[token] for token in closed.executions]
+        self.executions = [entries[local_id] for local_id in closed.executions]
         self.sums = {one.fragment: self.sum_message(one) for one in closed.sums}
 
     def want_sums(self, now: Seconds) -> None:

@@ -3,9 +3,9 @@
 Jobs and outcomes are plain values: tensors pass between event loop and threads only as encoded bytes, a blob and the
 layout of its sections. Jobs that use the live weights run between two training steps, in order; gossip, states for
 newcomers and checkpoints run beside training (engine/threads.py). Each job has exactly one outcome: the outcome that
-its docstring names, with the job's `fragment`, `token` or `round`, or else `JobFailed`.
+its docstring names, with the job's `fragment`, `local_id` or `round`, or else `JobFailed`.
 
-A stage execution is one micro-batch in the layers of one peer; `token` is its number at this peer. `tokens` of a
+A stage execution is one micro-batch in the layers of one peer; `local_id` is its number at this peer. `tokens` of a
 contribution or an outcome count text tokens. Window `seq` of a fragment is the training between two exchanges of the
 fragment. Sealing a sum of gradients means that no gradient is added to it any more, and that it waits in a `slot` for
 its optimizer step.
@@ -152,7 +152,7 @@ class Draw:
     If `thin`, here and in the jobs below, the result has the run's shorter encoding, for thin (slow) links.
     """
 
-    token: int
+    local_id: int
     last: int
     thin: bool = False
 
@@ -166,7 +166,7 @@ class Forward:
     loss is not finite, outcome: `ExecutionFailed`.
     """
 
-    token: int
+    local_id: int
     first: int
     last: int
     sequences: int
@@ -177,12 +177,12 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Job: run the backward pass of execution `token`. Outcome: `BackwardDone` or `ExecutionFailed`.
+    """Job: run the backward pass of execution `local_id`. Outcome: `BackwardDone` or `ExecutionFailed`.
 
     The blob contains the gradient of the hidden_BTD that the execution's `ForwardDone` returned.
     """
 
-    token: int
+    local_id: int
     layout: Layout
     blob: bytes
     thin: bool = False
@@ -192,7 +192,7 @@ class Backward:
 class Forget:
     """Job: free the activations of these executions; no backward pass will need them. Outcome: `Forgotten`."""
 
-    executions: tuple[int, ...]  # `token` of each of them
+    executions: tuple[int, ...]  # `local_id` of each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Compare:
     enters layer `first`, as computed by one of these peers.
     """
 
-    token: int  # identifies the audit
+    local_id: int  # identifies the audit
     sequences: int
     first: int
     gradients: tuple[tuple[Layout, bytes], ...]
@@ -255,9 +255,9 @@ class Undo:
     backward: Backward | None = None  # None: the execution ends with the model's last layer
 
     @property
-    def token(self) -> int:
+    def local_id(self) -> int:
         """Return the execution's number at this peer."""
-        return self.forward.token
+        return self.forward.local_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +494,7 @@ class JobFailed:
 class ForwardDone:
     """Outcome: a blob of hidden_BTD and targets_BT for the next stage."""
 
-    token: int
+    local_id: int
     number: int  # number by which other peers know this peer's own micro-batch; 0 for another peer's micro-batch
     sequences: int
     tokens: int
@@ -506,7 +506,7 @@ class ForwardDone:
 class BackwardDone:
     """Outcome: the weights' gradients were added to the open sum; the blob is the gradient of the input hidden_BTD."""
 
-    token: int
+    local_id: int
     tokens: int
     loss: float  # nats, summed over the tokens; 0.0 unless this stage is the model's last
     layout: Layout
@@ -519,7 +519,7 @@ class BackwardDone:
 class ExecutionFailed:
     """Outcome: the forward or backward pass was refused or failed; no gradient was added to a sum."""
 
-    token: int
+    local_id: int
     reason: str
 
 
@@ -527,7 +527,7 @@ class ExecutionFailed:
 class Sealed:
     """Outcome: the open sum of gradients was sealed. The sum waits in `slot` for its optimizer step."""
 
-    executions: tuple[int, ...]  # `token` of each stage execution whose gradient is in the sum
+    executions: tuple[int, ...]  # `local_id` of each stage execution whose gradient is in the sum
     slot: int = 0
     sound: bool = True  # False if the sum's norm in a fragment is not finite; no step can use such a sum
 
@@ -548,15 +548,15 @@ UNLIKE = Likeness(-1.0, 0.0)
 class Compared:
     """Outcome: how similar the last gradient is to each earlier gradient."""
 
-    token: int
+    local_id: int
     likeness: tuple[Likeness, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """Outcome: whether the gradients of execution `token` were taken out of the open sum, which is else unchanged."""
+    """Outcome: whether the gradients of an execution were taken out of the open sum, which is else unchanged."""
 
-    token: int
+    local_id: int
     done: bool
 
 
@@ -603,7 +603,7 @@ class RoundClosed:
     """Outcome: this peer's sums of gradients of round number `round`, one for each fragment with gradients."""
 
     round: int
-    executions: tuple[int, ...]  # `token` of each stage execution whose gradient was in the sums
+    executions: tuple[int, ...]  # `local_id` of each stage execution whose gradient was in the sums
     sums: tuple[WindowClosed, ...]  # empty if there were no gradients, or if the sums were discarded
 
 

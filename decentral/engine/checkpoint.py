@@ -327,7 +327,7 @@ class MicroBatchNumbers:
         reserved: int,
         write: Callable[[int], None],
         names: MicroBatchNames,
-        draw: Callable[[int], int] = secrets.randbelow,
+        random_below: Callable[[int], int] = secrets.randbelow,
     ) -> None:
         """Begin with `reserved` as the next number.
 
@@ -335,11 +335,11 @@ class MicroBatchNumbers:
             reserved: Numbers below this were reserved on disk, and may have been used.
             write: Puts a new value of `reserved` on the disk; raises OSError if that fails.
             names: The names by which other peers know the micro-batches.
-            draw: Returns a random number below its argument.
+            random_below: Returns a random number below its argument.
         """
         self.reserved = reserved
         self.write = write
-        self.names, self.draw = names, draw
+        self.names, self.random_below = names, random_below
         self.least = reserved  # `take` returns no smaller number, so that none is used twice
         self._elsewhere: Iterator[int] = iter(())
 
@@ -359,7 +359,7 @@ class MicroBatchNumbers:
 
     def name(self, number: int) -> int:
         """Return the name of a micro-batch in training: one of its two names, at random. An audit uses the other."""
-        return self.names.pair(number) + self.draw(2)
+        return self.names.pair(number) + self.random_below(2)
 
     def take(self, wished: int) -> int:
         """Return the next unused number, at least `wished`. If no reserved number is left, reserve a block first.
@@ -379,7 +379,7 @@ class MicroBatchNumbers:
         return number
 
     def _take_elsewhere(self) -> int:
-        first = ELSEWHERE + self.draw(ELSEWHERE - RESERVED)
+        first = ELSEWHERE + self.random_below(ELSEWHERE - RESERVED)
         self._elsewhere = iter(range(first + 1, first + RESERVED))
         return first
 

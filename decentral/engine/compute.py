@@ -307,7 +307,7 @@ class Compute(JobRunner):
 
     def _save(self) -> Program:
         yield Phase.HELD
-        self.span.draw()  # initialise the weights of a peer that stops before it has joined
+        self.span.initialise()  # initialise the weights of a peer that stops before it has joined
         yield Phase.BESIDE
         while self._saving:
             yield Phase.BESIDE
@@ -321,7 +321,7 @@ class Compute(JobRunner):
 
     def _start(self, newcomer: bool) -> jobs.Started:
         self.span.clear_sums()
-        self.span.draw()
+        self.span.initialise()
         if self.pause is Pause.BEFORE_START:  # drop the time before the first Start, which belongs to no step
             self.counters.time.take(self.threads.take_beside_s())
         return super()._start(newcomer)

@@ -91,7 +91,7 @@ class Live:
             numbers: Layer indices in the model, from the first of `layers` to the model's last layer; None: `layers` is
                 the whole model.
             drawn: Whether `layers` have weights. False: theta stays uninitialised until a checkpoint, other peers or
-                `draw` give it values.
+                `set_weights` give it values.
 
         Raises:
             UserError: If a package that the optimizer needs is not installed.
@@ -178,7 +178,7 @@ class Live:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
-    def draw(self, layers: Sequence[nn.Module], start: int) -> None:
+    def set_weights(self, layers: Sequence[nn.Module], start: int) -> None:
         """Copy the weights of `layers` into theta. `start`: index of the first of these layers in the model."""
         groups = self._groups(layers, start)
         self.theta.copy_(_flat([parameter for group in groups for parameter in group]))
@@ -186,12 +186,12 @@ class Live:
     def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
         """Return the fragment's parameters in the order of theta: Muon's matrices, AdamW's matrices, gains."""
         blocks, matrices, gains = [], [], []
-        apart = bool(OPTIMIZERS[self.train.optimizer].stretch)
+        has_stretch = bool(OPTIMIZERS[self.train.optimizer].stretch)
         for number in range(self.fragment.first, self.fragment.last):
             for parameter in layers[number - start].parameters():
                 if parameter.ndim < 2:
                     gains.append(parameter)
-                elif apart and 0 < number < self._last and parameter.ndim == 2:
+                elif has_stretch and 0 < number < self._last and parameter.ndim == 2:
                     blocks.append(parameter)
                 else:
                     matrices.append(parameter)

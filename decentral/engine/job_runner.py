@@ -40,7 +40,7 @@ class StageLayers(Protocol):
 
     @property
     def pending(self) -> Mapping[int, PendingPass]:
-        """The micro-batches that wait for their backward passes, by execution id (the field `token` of jobs)."""
+        """The micro-batches that wait for their backward passes, by execution id (the field `local_id` of jobs)."""
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
         """Run another peer's micro-batch forward; if the job ends at the model's last layer, also run it backward."""
@@ -156,8 +156,8 @@ class JobRunner(ABC):
             case jobs.Draw() | jobs.Forward():
                 first = job.first if isinstance(job, jobs.Forward) else 0
                 return forward_share(cuts, first, job.last)
-            case jobs.Backward(token) if token in self.span.stages.pending:
-                execution = self.span.stages.pending[token]
+            case jobs.Backward(local_id) if local_id in self.span.stages.pending:
+                execution = self.span.stages.pending[local_id]
                 first, last = execution.first, execution.last
                 return share(cuts, first, last) - forward_share(cuts, first, last)
             case jobs.Undo(forward):

@@ -149,14 +149,14 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
     entering, logits = decoder.widths(run.model), _tokens(run) * run.model.vocabulary
     for number, sizes in enumerate(decoder.sizes(run.model)):
         inner = 0 < number < last
-        apart = sum(sizes.matrices) if inner and chosen.stretch else 0  # trained by `chosen`; AdamW trains all others
-        decayed, gains = sum(sizes.matrices) + sum(sizes.larger) - apart, sum(sizes.gains)
-        step, moments = chosen.scratch_bytes * max(sizes.matrices, default=0) if apart else 0, 8 * decayed
+        stretched = sum(sizes.matrices) if inner and chosen.stretch else 0  # trained by `chosen`; all others by AdamW
+        decayed, gains = sum(sizes.matrices) + sum(sizes.larger) - stretched, sum(sizes.gains)
+        step, moments = chosen.scratch_bytes * max(sizes.matrices, default=0) if stretched else 0, 8 * decayed
         if train.moments == "int8":
             moments, step = 2 * decayed + 8 * -(-decayed // BLOCK), max(step, WIDENING_BYTES * decayed)
         if train.weights == "bfloat16":
-            step += ROUNDING_BYTES * max(apart, decayed)
-        weights = number_bytes * (apart + decayed + gains)
+            step += ROUNDING_BYTES * max(stretched, decayed)
+        weights = number_bytes * (stretched + decayed + gains)
         frozen = number_bytes * run.model.layer_parameters[number] if run.model.lora is not None else 0
         largest = max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
         token, computed = kept[number], number_bytes * largest
@@ -167,7 +167,7 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
             token, computed = 4 * input_width, computed + _tokens(run) * token
         if number == last and logits > decoder.LOGITS_AT_ONCE and run.model.layers is None:
             token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * decoder.LOGITS_AT_ONCE
-        found.append(LayerBytes(frozen + 2 * weights + 4 * apart + moments + 8 * gains, step, computed, token))
+        found.append(LayerBytes(frozen + 2 * weights + 4 * stretched + moments + 8 * gains, step, computed, token))
     return found
 
 

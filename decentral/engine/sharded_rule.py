@@ -142,8 +142,8 @@ class ShardedPullRule(PullRule):
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """Return phi and `owed`, the training that no window has published yet, given the weights `theta`."""
-        apart = () if self.closed is None else (Slot.RESIDUAL,)
-        with self._at_hand((Slot.BASELINE, *apart)):
+        residual = () if self.closed is None else (Slot.RESIDUAL,)
+        with self._at_hand((Slot.BASELINE, *residual)):
             owed = self.baseline.sub_(theta)
             if self.residual is not None:
                 owed.add_(self.residual)

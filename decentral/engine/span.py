@@ -72,7 +72,7 @@ class Span:
             first: The first layer, at which a fragment begins.
             last: The layer after the last layer to hold, at which a fragment ends.
             drawn: True: new layers get their initial weights. False: new layers stay uninitialised until weights from
-                a checkpoint or other peers are loaded (then call `given`), or until `draw` samples initial weights.
+                a checkpoint or other peers are loaded (then call `given`), or until `initialise` is called.
 
         Raises:
             RuntimeError: If the device's memory is too small. The span then has only some layers: call `build_layers`
@@ -123,7 +123,7 @@ class Span:
         self.gossip.set_lives(built.inner.lives)
 
     def given(self, fragments: Iterable[int]) -> None:
-        """Record that these fragments (indices) have weights from a checkpoint or a peer, so `draw` skips them."""
+        """Record that these fragments (indices) have weights from a checkpoint or a peer; `initialise` skips them."""
         self._undrawn.difference_update(fragments)
 
     def touch_memory(self) -> None:
@@ -136,7 +136,7 @@ class Span:
                 if live.fragment.index in self._undrawn:
                     live.touch_memory()
 
-    def draw(self) -> None:
+    def initialise(self) -> None:
         """Sample initial weights for fragments without weights. Call this before anything reads the weights."""
         if not self._undrawn:
             return
@@ -144,7 +144,7 @@ class Span:
         layers = decoder.build(self.run.model, self.run.seed, first, last)
         for live in lives:
             if live.fragment.index in self._undrawn:
-                live.draw(layers, first)
+                live.set_weights(layers, first)
                 live.touch("theta")
         self.gossip.set_lives([live for live in lives if live.fragment.index not in self._undrawn])
         self.gossip.set_lives(lives)  # add all fragments again, now with gossip state made from their new weights

@@ -71,7 +71,7 @@ class GradientSums:
         self.filled_tokens = [0] * len(lives)
         self.sealed = [[torch.zeros_like(live.grad, dtype=wide) for live in lives] for _ in range(slots)]
         self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
-        self.executions: list[int] = []  # ids of the executions in the open sum: the field `token` of their jobs
+        self.executions: list[int] = []  # ids of the executions in the open sum: the field `local_id` of their jobs
 
     def seal(self, slot: int) -> tuple[int, ...]:
         """Move the open sum into a slot, set the open sum to zero, and return the ids of the executions in the slot."""
@@ -149,7 +149,7 @@ class StageRunner:
         try:
             entering = self.activations.unpack(job)
         except ProtocolError as error:
-            return jobs.ExecutionFailed(job.token, error.reason)
+            return jobs.ExecutionFailed(job.local_id, error.reason)
         input_BTD = entering.hidden_BTD.to(self.device.device).requires_grad_()
         tokens = decoder.trained_tokens(entering.targets_BT)
         restored_BTD = self._restored(input_BTD, entering.inputs_BT)
@@ -163,15 +163,15 @@ class StageRunner:
             BackwardDone; ExecutionFailed if no such execution is pending, or the gradient does not decode.
         """
         began = time.perf_counter()
-        execution = self.pending.get(job.token)
+        execution = self.pending.get(job.local_id)
         if execution is None:
-            return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
+            return jobs.ExecutionFailed(job.local_id, Reason.FORGOTTEN)
         try:
             gradient_BTD = self.activations.decode_gradient(job.layout, job.blob, execution.output_BTD.shape)
         except ProtocolError as error:
-            return jobs.ExecutionFailed(job.token, error.reason)
-        del self.pending[job.token]
-        self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD)
+            return jobs.ExecutionFailed(job.local_id, error.reason)
+        del self.pending[job.local_id]
+        self._accumulate(job.local_id, execution, execution.output_BTD, gradient_BTD)
         done = self._backed(job, execution, 0.0)
         self._slow_down(execution, began, forward=False)
         return replace(done, given_norm=float(gradient_BTD.norm()))
@@ -184,8 +184,8 @@ class StageRunner:
             loss is not finite this time.
         """
         began = time.perf_counter()
-        if job.token not in self.sums.executions:
-            return jobs.Undone(job.token, False)
+        if job.local_id not in self.sums.executions:
+            return jobs.Undone(job.local_id, False)
         entering = self.activations.unpack(job.forward)
         first, last, tokens = job.forward.first, job.forward.last, decoder.trained_tokens(entering.targets_BT)
         restored_BTD = self._restored(entering.hidden_BTD.to(self.device.device), entering.inputs_BT)
@@ -193,15 +193,15 @@ class StageRunner:
         if job.backward is None:
             loss = self._loss(execution, entering.targets_BT)
             if not torch.isfinite(loss):
-                return jobs.Undone(job.token, False)
+                return jobs.Undone(job.local_id, False)
             self._add(execution, -loss, None, -tokens)
         else:
             shape = execution.output_BTD.shape
             gradient_BTD = self.activations.decode_gradient(job.backward.layout, job.backward.blob, shape)
             self._add(execution, execution.output_BTD, -gradient_BTD, -tokens)
-        self.sums.executions.remove(job.token)
+        self.sums.executions.remove(job.local_id)
         slow_down(self.device, time.perf_counter() - began, share(self._cuts, first, last))
-        return jobs.Undone(job.token, True)
+        return jobs.Undone(job.local_id, True)
 
     def forget(self, executions: Sequence[int]) -> jobs.Forgotten:
         """Free the autograd graphs of the executions with these ids: no backward pass will be requested for them."""
@@ -215,7 +215,7 @@ class StageRunner:
         A gradient that cannot be decoded is UNLIKE every other gradient.
         """
         *others, newest = (self._decoded(job, layout, blob) for layout, blob in job.gradients)
-        return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
+        return jobs.Compared(job.local_id, tuple(likeness(newest, other) for other in others))
 
     def _decoded(self, job: jobs.Compare, layout: Layout, blob: bytes) -> Tensor | None:
         formats = self.activations
@@ -299,16 +299,16 @@ class StageRunner:
         if execution.last == self.end:
             loss = self._loss(execution, targets_BT)
             if not torch.isfinite(loss):
-                return jobs.ExecutionFailed(job.token, Reason.NAN)
-            self._accumulate(job.token, execution, loss, None)
+                return jobs.ExecutionFailed(job.local_id, Reason.NAN)
+            self._accumulate(job.local_id, execution, loss, None)
             done = self._backed(job, execution, float(loss.detach()))
             self._slow_down(execution, began, forward=True)
             return replace(done, number=number)
-        self.pending[job.token] = execution
+        self.pending[job.local_id] = execution
         leaving = Entering(execution.output_BTD.detach(), targets_BT, inputs_BT)
         layout, blob = self.activations.pack(execution.last, leaving, job.thin)
         self._slow_down(execution, began, forward=True)
-        return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, layout, blob)
+        return jobs.ForwardDone(job.local_id, number, len(targets_BT), execution.tokens, layout, blob)
 
     def _loss(self, execution: PendingBackward, targets_BT: Tensor) -> Tensor:
         """Run the model's last layer, and return the sum of the tokens' losses."""
@@ -317,15 +317,15 @@ class StageRunner:
             mean = decoder.last_loss(self.run, self.layers[-1], execution.output_BTD, targets_BT)
         return mean * execution.tokens
 
-    def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
+    def _accumulate(self, local_id: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
         """Run an execution's backward pass from `root`, and add the result to the open sum.
 
-        `token` is the execution's id; `gradient` is the gradient of `root`, or None if `root` is the loss.
+        `local_id` is the execution's id; `gradient` is the gradient of `root`, or None if `root` is the loss.
         """
         self._add(execution, root, gradient, execution.tokens)
         if self.ahead and execution.ahead is not None:
             self.ahead.came_back(execution.ahead)
-        self.sums.executions.append(token)
+        self.sums.executions.append(local_id)
 
     def _add(self, execution: PendingBackward, root: Tensor, gradient: Tensor | None, tokens: int) -> None:
         """Add the gradients of a backward pass from `root` to the open sum, and `tokens` to its numbers of tokens."""
@@ -345,10 +345,10 @@ class StageRunner:
     ) -> jobs.BackwardDone:
         """Return the outcome of a backward pass, with the encoded gradient of the input for the previous peer."""
         if execution.input_BTD is None:
-            return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
+            return jobs.BackwardDone(job.local_id, execution.tokens, loss, (), b"")
         assert execution.input_BTD.grad is not None
         layout, blob = self.activations.encode_gradient(execution.input_BTD.grad, job.thin)
-        return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
+        return jobs.BackwardDone(job.local_id, execution.tokens, loss, layout, blob)
 
     def _slow_down(self, execution: PendingBackward, began: float, forward: bool) -> None:
         """Sleep after an execution's forward job (if not `forward`: backward job), to imitate a slower device."""

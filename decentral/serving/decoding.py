@@ -52,7 +52,7 @@ def generate(
             reader.read(unread[:READ_AT_ONCE])
             unread = unread[READ_AT_ONCE:]
             yield None
-        token = draw(reader.read(unread)[: sampling.below], sampling, chance)
+        token = sample(reader.read(unread)[: sampling.below], sampling, chance)
         unread = [token]
         seen.append(token)
         yield token
@@ -90,7 +90,7 @@ def check_memory(
         raise UserError(f"model: {size} take {needed} bytes; the device has {memory_bytes}; try fewer --max-tokens")
 
 
-def draw(logits_V: Tensor, sampling: Sampling, chance: torch.Generator) -> int:
+def sample(logits_V: Tensor, sampling: Sampling, chance: torch.Generator) -> int:
     """Sample a token by temperature and nucleus sampling (Holtzman et al., arXiv 1904.09751, section 3.1).
 
     Args:

@@ -49,12 +49,12 @@ def average(replicas: Sequence[Weights]) -> Weights:
 
 def spread(replicas: Sequence[Weights]) -> float:
     """Return the root mean square distance of replicas from their mean, relative to the mean's root mean square."""
-    apart, scale = 0.0, 0.0
+    variance, scale = 0.0, 0.0
     for index, mean in average(replicas).items():
         held = [own[index] for own in replicas if index in own]
-        apart += sum(float(((own - mean) ** 2).sum()) for own in held) / len(held)
+        variance += sum(float(((own - mean) ** 2).sum()) for own in held) / len(held)
         scale += float((mean**2).sum())
-    return float((apart / scale) ** 0.5)
+    return float((variance / scale) ** 0.5)
 
 
 def missing(run: config.Config, weights: Weights) -> list[Fragment]:

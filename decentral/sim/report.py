@@ -143,8 +143,8 @@ class RunStatistics:
         """Add a sample of the swarm as it is now."""
         living = self.swarm.living
         training = [member for member in living if member.training]
-        apart = distances(training[:SAMPLED])
-        spread = (sum(d * d for d in apart.values()) / len(apart)) ** 0.5 if apart else 0.0
+        of_each = distances(training[:SAMPLED])
+        spread = (sum(d * d for d in of_each.values()) / len(of_each)) ** 0.5 if of_each else 0.0
         at, tokens, error = self.swarm.agenda.now, self._tokens(), self._roster_error(living[:SAMPLED])
         losses = [loss for member in training if (loss := self.totals[member.peer].work.loss) is not None]
         loss = median(losses) if losses else None

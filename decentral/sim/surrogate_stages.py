@@ -71,35 +71,35 @@ class SurrogateStages:
         """Whether no execution awaits its backward pass and no sum contains a gradient."""
         return not (self.pending or self._filled or self._sealed)
 
-    def draw(self, job: jobs.Draw, number: int, tokens: int) -> jobs.ForwardDone:
-        """Run the first stage on this peer's own micro-batch `number` of `tokens` tokens; return the activations."""
-        own = SurrogateGradient(self.peer, number, 0, job.last, tokens)
-        self.pending[job.token] = own
-        return self._forwarded(job, number, own)
+    def draw(self, job: jobs.Draw, name: int, tokens: int) -> jobs.ForwardDone:
+        """Run the first stage on this peer's own micro-batch `name` of `tokens` tokens; return the activations."""
+        own = SurrogateGradient(self.peer, name, 0, job.last, tokens)
+        self.pending[job.local_id] = own
+        return self._forwarded(job, name, own)
 
     def forward(self, job: jobs.Forward) -> jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed:
         """Run a forward pass; the last stage also runs the backward pass. Return ExecutionFailed for a wrong shape."""
         if not fits_one(self.model.forms(job.first, job.sequences).entering, job.layout, len(job.blob)):
-            return jobs.ExecutionFailed(job.token, Reason.SHAPE)
+            return jobs.ExecutionFailed(job.local_id, Reason.SHAPE)
         origin, number, layer = _read(job.blob)
         assert layer == job.first, f"activations for layer {layer} arrived at layer {job.first}"
         tokens = job.layout[1].elements
         execution = SurrogateGradient(origin, number, job.first, job.last, tokens)
         if job.last < self.model.cuts[-1].last:
-            self.pending[job.token] = execution
+            self.pending[job.local_id] = execution
             return self._forwarded(job, 0, execution)
         return self._backed(job, execution, (FLOOR + loss_of(self.weights)) * tokens)
 
     def backward(self, job: jobs.Backward) -> jobs.BackwardDone | jobs.ExecutionFailed:
         """Run the backward pass of a pending execution; return ExecutionFailed for an unknown id or a wrong shape."""
-        execution = self.pending.get(job.token)
+        execution = self.pending.get(job.local_id)
         if execution is None:
-            return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
+            return jobs.ExecutionFailed(job.local_id, Reason.FORGOTTEN)
         if not fits_one(self._forms(execution, execution.last).gradients, job.layout, len(job.blob)):
-            return jobs.ExecutionFailed(job.token, Reason.SHAPE)
+            return jobs.ExecutionFailed(job.local_id, Reason.SHAPE)
         came, ours = _read(job.blob), (execution.origin, execution.number, execution.last)
         assert came == ours, f"the gradient of {came} arrived at {execution}"
-        del self.pending[job.token]
+        del self.pending[job.local_id]
         return self._backed(job, execution, 0.0)
 
     def forget(self, executions: Sequence[int]) -> jobs.Forgotten:
@@ -114,15 +114,15 @@ class SurrogateStages:
         Two gradients have the likeness (1.0, 1.0) if they belong to the same micro-batch and layer, else UNLIKE.
         """
         *others, newest = (_read(blob) for _, blob in job.gradients)
-        same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
-        return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))
+        same, other_batch = jobs.Likeness(1.0, 1.0), UNLIKE
+        return jobs.Compared(job.local_id, tuple(same if newest == other else other_batch for other in others))
 
     def undo(self, job: jobs.Undo) -> jobs.Undone:
         """Subtract the gradient of an execution, at the present weights, from the open sum."""
-        at = self._executions.index(job.token)
+        at = self._executions.index(job.local_id)
         del self._executions[at]
         self._add(self._filled.pop(at), -1)
-        return jobs.Undone(job.token, True)
+        return jobs.Undone(job.local_id, True)
 
     def seal(self, slot: int) -> jobs.Sealed:
         """Move the open sum into the numbered slot, and begin an empty open sum."""
@@ -166,22 +166,22 @@ class SurrogateStages:
         header = msgpack.packb((execution.origin, execution.number, execution.last))
         blob = SyntheticBlob([(layout[0].size, header), *((one.size, b"") for one in layout[1:])])
         sequences = execution.tokens // self.model.config.model.context
-        return jobs.ForwardDone(job.token, number, sequences, execution.tokens, layout, blob)
+        return jobs.ForwardDone(job.local_id, number, sequences, execution.tokens, layout, blob)
 
     def _backed(
         self, job: jobs.Forward | jobs.Backward, execution: SurrogateGradient, loss: float
     ) -> jobs.BackwardDone:
         """Add the gradient of an execution to the open sum; return the gradient of its input."""
         self._filled.append(execution)
-        self._executions.append(job.token)
+        self._executions.append(job.local_id)
         self._add(execution, 1)
         if execution.first == 0:
-            return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
+            return jobs.BackwardDone(job.local_id, execution.tokens, loss, (), b"")
         layout = self._forms(execution, execution.first).gradient_over(job.thin)
         blob = SyntheticBlob(
             [(layout_bytes(layout), msgpack.packb((execution.origin, execution.number, execution.first)))]
         )
-        return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
+        return jobs.BackwardDone(job.local_id, execution.tokens, loss, layout, blob)
 
     def _add(self, execution: SurrogateGradient, sign: int) -> None:
         """Add the gradient of an execution at the present weights to the open sum, or subtract it if `sign` is -1."""

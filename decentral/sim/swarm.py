@@ -317,8 +317,8 @@ class SimulatedSwarm:
         """Restart each peer that lost others because its clock differs. A real peer asks its user to restart it."""
         self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         for member in self.living:
-            if member.training and not member.frozen and member.host and (apart := self._of_another_time(member)):
-                member.meet(apart)
+            if member.training and not member.frozen and member.host and (other_time := self._of_another_time(member)):
+                member.meet(other_time)
                 self.crash(member)
                 self.start(member)
 

@@ -163,11 +163,11 @@ class Host:
         unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if failed else ""
         ahead_s = self.wall() - self.now()
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, which this peer uses; fix the wrong one"
-        apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
+        of_clock = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
         progress, roster = self.node.progress, self.node.roster
         of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy_warning(self.now()))
-        return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
+        return [one for one in (self.journal.trouble, unsaved, *of_node, *of_clock, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
         """Make `run` save a checkpoint, leave the swarm and return `reason`; only the first call has an effect.

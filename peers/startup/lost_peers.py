@@ -52,8 +52,8 @@ async def look_for_the_lost(host: Host, transport: PeerNetwork, directory: Swarm
         if ahead_s := await time_to_take(transport, directory, [*found, *finders], host.book.known):
             for peer, addresses in finders.items():
                 host.book.learn(peer, addresses)
-            apart = f"this peer's clock is {difference(-ahead_s)} the other peers'"
-            host.watch.note("clock", f"{apart}; start this peer again, so that it takes their time")
+            said = f"this peer's clock is {difference(-ahead_s)} the other peers'"
+            host.watch.note("clock", f"{said}; start this peer again, so that it takes their time")
 
 
 def some_finders(connections: AddressesByPeer, live: Collection[PeerId]) -> AddressesByPeer:

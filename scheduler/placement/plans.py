@@ -64,9 +64,9 @@ PLAN_LOOKUP_S = 4.0
 FIRST_MOVE_WAIT_S = 6.0  # after adopting a plan, a peer waits this long before it moves, in case a better plan arrives
 TIES_S = 10.0  # equal plans are ranked by their date, rounded down to a multiple of this, then by digest
 PLAN_RETRY_S = 3.0  # between two tries to move, a peer waits a random time, from this to twice this
-JUDGE_AGAIN_S = 10.0  # the same plans are evaluated again no sooner than this
-JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most this share of the time
-MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
+EVALUATE_AGAIN_S = 10.0  # the same plans are evaluated again no sooner than this
+MOST_EVALUATION_SHARE = 0.1  # repeated evaluations of the same plans may take at most this share of the time
+MOST_EVALUATION_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
 NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for its speed to be measured
@@ -94,7 +94,7 @@ class KnownPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class PendingEvaluation:
     """An evaluation that the host's thread is carrying out, with its inputs."""
 
     number: int
@@ -105,7 +105,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LastEvaluation:
     """The time, inputs and duration of the last evaluation of plans.
 
     `was_changed` is whether plans or spans had changed since the evaluation before it, or a search was due.
@@ -124,7 +124,7 @@ class SearchSchedule:
     chance: Random
     at: Seconds | None = None  # when the next search is due; None if nothing has changed
     change: str = ""
-    _evaluated: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
+    _last_searched: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
     _latest: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
     _changed_at: Seconds = 0.0
     _backoff_s: Seconds = 0.0
@@ -138,8 +138,8 @@ class SearchSchedule:
     def observe(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
         """Schedule a search if the swarm has changed, or postpone a scheduled search if the swarm is still changing."""
         before, self._latest = self._latest, dict(members)
-        if not self._evaluated:
-            self._evaluated = dict(members)
+        if not self._last_searched:
+            self._last_searched = dict(members)
         elif not self.change:
             self._schedule(members, now)
         elif self.at is not None:
@@ -157,7 +157,7 @@ class SearchSchedule:
         self.at = due if self.at is None else min(self.at, due)
 
     def _schedule(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
-        known = self._evaluated
+        known = self._last_searched
         gone, come = known.keys() - members.keys(), members.keys() - known.keys()
         both = known.keys() & members.keys()
         other = [peer for peer in both if members[peer].changed > known[peer].changed]
@@ -169,13 +169,13 @@ class SearchSchedule:
         self._backoff_s = PLAN_BACKOFF_S * self.chance.random()
         self.at = now + (PLAN_PAUSE_S if gone or other else NEWCOMER_PAUSE_S) + self._backoff_s
 
-    def evaluated(self, members: Mapping[PeerId, TrainingPeer]) -> str:
-        """Record that plans are being evaluated for this swarm, and return the change that caused the evaluation.
+    def begin(self, members: Mapping[PeerId, TrainingPeer]) -> str:
+        """Record that a search among plans for this swarm begins, and return the change that caused it.
 
         No search is due until the swarm changes again.
         """
         change, self.change = self.change, ""
-        self._evaluated, self.at = dict(members), None
+        self._last_searched, self.at = dict(members), None
         return change
 
     def adopted(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
@@ -183,7 +183,7 @@ class SearchSchedule:
 
         For REPLAN_REST_S, changes of speeds alone do not cause a new search.
         """
-        self.evaluated(members)
+        self.begin(members)
         self._rest_until = now + REPLAN_REST_S
 
 
@@ -212,10 +212,10 @@ class SwarmPlans:
     _lookup_at: Seconds = 0.0
     known: dict[PeerId, KnownPlan] = field(default_factory=dict)
     _has_new: bool = False
-    _judged: Judged = field(default_factory=Judged)
+    _last: LastEvaluation = field(default_factory=LastEvaluation)
     all_held: bool = True  # whether each layer had a holder at the last review
-    _pause_s: Seconds = JUDGE_AGAIN_S
-    _evaluation: Evaluation | None = None
+    _pause_s: Seconds = EVALUATE_AGAIN_S
+    _pending: PendingEvaluation | None = None
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -254,15 +254,15 @@ class SwarmPlans:
         self.all_held = self._hold_all(swarm)
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
-        changed = searches or self._has_new or spans != self._judged.spans
-        unsettled = changed or self._judged.was_changed or not self._is_carried_out(spans)
-        if self._has_new or members.keys() != self._judged.spans.keys():
-            self._pause_s = JUDGE_AGAIN_S
-        pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)
-        again = len(self.known) > 1 and unsettled and now >= self._judged.at + pause_s
-        if self._evaluation is None and (self._hold_all(members) or stuck) and (searches or self._has_new or again):
-            self._judged = Judged(spans, now, changed, self._judged.took_s)
-            effects.append(self._evaluate(members, searches))
+        changed = searches or self._has_new or spans != self._last.spans
+        unsettled = changed or self._last.was_changed or not self._is_carried_out(spans)
+        if self._has_new or members.keys() != self._last.spans.keys():
+            self._pause_s = EVALUATE_AGAIN_S
+        pause_s = max(self._pause_s, self._last.took_s / MOST_EVALUATION_SHARE)
+        again = len(self.known) > 1 and unsettled and now >= self._last.at + pause_s
+        if self._pending is None and (self._hold_all(members) or stuck) and (searches or self._has_new or again):
+            self._last = LastEvaluation(spans, now, changed, self._last.took_s)
+            effects.append(self._begin_evaluation(members, searches))
         return effects
 
     def handle(self, event: Found | PlansEvaluated, now: Seconds) -> list[Log | Announce]:
@@ -273,11 +273,11 @@ class SwarmPlans:
         match event:
             case Found(key, values) if key == self.key:
                 self._read(values, now)
-            case PlansEvaluated(number=number) if self._evaluation is not None and number == self._evaluation.number:
-                evaluation, self._evaluation = self._evaluation, None
-                if not evaluation.searched:
-                    self._judged = replace(self._judged, took_s=min(now - self._judged.at, MOST_JUDGING_S))
-                return self._evaluated(evaluation, event, now)
+            case PlansEvaluated(number=number) if self._pending is not None and number == self._pending.number:
+                asked, self._pending = self._pending, None
+                if not asked.searched:
+                    self._last = replace(self._last, took_s=min(now - self._last.at, MOST_EVALUATION_S))
+                return self._adopt_best(asked, event, now)
         return []
 
     def _hold_all(self, members: Mapping[PeerId, TrainingPeer]) -> bool:
@@ -319,23 +319,23 @@ class SwarmPlans:
         self._move_at = now + PLAN_RETRY_S * (1 + self.chance.random())
         return span
 
-    def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
+    def _begin_evaluation(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
         proposals = tuple(known.plan for known in self.known.values() if not known.plan.is_outdated(members))
         has_new, self._has_new = self._has_new, False
-        change = self.search.evaluated(members) if searches or (has_new and self.search.at is None) else ""
-        self._evaluation = Evaluation(self._number, proposals, dict(members), change, searches)
+        change = self.search.begin(members) if searches or (has_new and self.search.at is None) else ""
+        self._pending = PendingEvaluation(self._number, proposals, dict(members), change, searches)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 
-    def _evaluated(self, evaluation: Evaluation, found: PlansEvaluated, now: Seconds) -> list[Log | Announce]:
+    def _adopt_best(self, asked: PendingEvaluation, found: PlansEvaluated, now: Seconds) -> list[Log | Announce]:
         """Adopt the best evaluated plan if it is better than staying, and announce it if this peer has proposed it."""
-        plans = list(zip(found.proposed, evaluation.plans, strict=True))
+        plans = list(zip(found.proposed, asked.plans, strict=True))
         if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):
             self.adopted = None
         follows = any(plan == self.adopted for _, plan in plans)
-        ours = self._own_proposal(found, evaluation, now)
+        ours = self._own_proposal(found, asked, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
         # A peer that has adopted a plan accepts any gain over staying; other peers require a margin.
@@ -345,23 +345,23 @@ class SwarmPlans:
         equal = [one for one in better if not is_cheaper(1 / most, 1 / one[0]) and not is_cheaper(1 / one[0], 1 / most)]
         if not equal:
             return []
-        tokens, best = min(equal, key=lambda one: _order(one[1], evaluation.members))
+        tokens, best = min(equal, key=lambda one: _order(one[1], asked.members))
         if best == self.adopted:
             return []
         if follows:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
         self.adopted, self._move_at = best, now + FIRST_MOVE_WAIT_S
-        self.search.adopted(evaluation.members, now)
+        self.search.adopted(asked.members, now)
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]
 
-    def _own_proposal(self, found: PlansEvaluated, evaluation: Evaluation, now: Seconds) -> SwarmPlan | None:
+    def _own_proposal(self, found: PlansEvaluated, asked: PendingEvaluation, now: Seconds) -> SwarmPlan | None:
         """Return the plan that our search has found; None if it is not better than staying by a margin."""
         if not found.found or not _is_better(found.stay_tokens, found.found_tokens):
             return None
         before, after = found.stay_tokens / HORIZON_S, found.found_tokens / HORIZON_S
-        reason = f"{evaluation.change}: {found.moved} move, {after:,.0f} instead of {before:,.0f} tokens/s"
-        changed = tuple(evaluation.members[PeerId(peer)].changed for peer, _, _ in found.found)
+        reason = f"{asked.change}: {found.moved} move, {after:,.0f} instead of {before:,.0f} tokens/s"
+        changed = tuple(asked.members[PeerId(peer)].changed for peer, _, _ in found.found)
         return SwarmPlan(self.run, now, found.topology, after, found.moved, reason, found.found, changed)
 
     def _announce(self, plan: SwarmPlan, now: Seconds) -> Announce:

@@ -266,10 +266,10 @@ class _Programme:
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
         """Return sender, receiver and cut of each m; at a cut of many groups, use each one's NEAREST best links."""
         holds, left_CC = self.groups.holds_CP, self.pair_left_CC
-        apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
-        np.fill_diagonal(apart, False)
+        separate_CC = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
+        np.fill_diagonal(separate_CC, False)
         able = self._carries(self.peer_left_C)
-        usable = apart & self._carries(left_CC) & able[:, None] & able[None, :]
+        usable = separate_CC & self._carries(left_CC) & able[:, None] & able[None, :]
         sends_XC, takes_XC = holds[:, :-1].T, holds[:, 1:].T
         many_X = np.minimum(sends_XC.sum(axis=1), takes_XC.sum(axis=1)) > NEAREST
         few = np.flatnonzero(~many_X)

@@ -49,9 +49,9 @@ def _same_links(link_NN: Floats, one: int, other: int) -> bool:
 def access_limited(costs: LayerCosts) -> Flags:
     """Return flags of peers, (N,), whose links to all other peers are as fast as one end's rate or its site's rate."""
     site_rate_N = np.append(costs.site_rate_Z, np.inf)[costs.site_N]
-    apart = costs.site_N[:, None] != costs.site_N[None, :]
+    between_sites = costs.site_N[:, None] != costs.site_N[None, :]
     enough = np.minimum.outer(costs.rate_N, costs.rate_N)
-    enough = np.where(apart, np.minimum(enough, np.minimum.outer(site_rate_N, site_rate_N)), enough)
+    enough = np.where(between_sites, np.minimum(enough, np.minimum.outer(site_rate_N, site_rate_N)), enough)
     slower = costs.link_NN < enough * (1 - SAME_RATE)
     np.fill_diagonal(slower, False)
     return np.asarray(np.isfinite(costs.rate_N) & ~slower.any(axis=1))

@@ -93,9 +93,13 @@ class FlowProblem:
 
     def reached(self, spans_N2: Ints, flow: MaxFlow) -> float:
         """Return the tokens/s of a flow through these spans, less what micro-batches in flight cost."""
-        if self.flights is None or flow.tokens_per_s <= 0:
-            return self.costs.reached(spans_N2, flow)
-        return self.carried(spans_N2, flow).tokens_per_s
+        if self.flights is not None and flow.tokens_per_s > 0:
+            return self.carried(spans_N2, flow).tokens_per_s
+        of, found = self._reached.get(key := spans_N2.tobytes(), (None, 0.0))
+        if of is not flow:
+            found = self.costs.reached(spans_N2, flow)
+            keep_latest(self._reached, key, (flow, found), max_flow.FLOWS_REMEMBERED)
+        return found
 
     def carried(self, spans_N2: Ints, flow: MaxFlow) -> Carried:
         """Return what the routes of a flow through these spans carry; the problem must have `flights`."""
@@ -161,6 +165,11 @@ class FlowProblem:
     @cached_property
     def _flows(self) -> FlowSolver:
         return FlowSolver(self.costs)
+
+    @cached_property
+    def _reached(self) -> dict[bytes, tuple[MaxFlow, float]]:
+        """Cache: spans -> a flow through them and its tokens/s by `LayerCosts.reached`, without `flights`."""
+        return {}
 
     @cached_property
     def _carried(self) -> dict[bytes, tuple[MaxFlow, Carried]]:
@@ -269,9 +278,9 @@ def _search_by_groups(
         flows.append((group, part.flow(spans_N2[group])))
         left -= len(group)
         progress.report(-sum(flow.tokens_per_s for _, flow in flows))
-    apart = max_flow.together(costs, flows)
+    separate = max_flow.together(costs, flows)
     joined = max_flow.maximum(costs, spans_N2, progress)
-    problem.keep(spans_N2, max(apart, joined, key=lambda flow: problem.reached(spans_N2, flow)))
+    problem.keep(spans_N2, max(separate, joined, key=lambda flow: problem.reached(spans_N2, flow)))
     return spans_N2
 
 

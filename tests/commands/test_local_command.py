@@ -305,13 +305,13 @@ def test_each_peer_of_a_private_swarm_has_an_invitation_of_its_own(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the summary of three peers that trained 150 steps each, one of them four times slower."""
+    """The folder and the summary of two peers that trained 150 steps each, one of them four times slower."""
     folder = tmp_path_factory.mktemp("swarm")
     flags = [
         "--peers",
-        "3",
+        "2",
         "--throttle",
-        "1,1,4",
+        "1,4",
         "--stop-after",
         "150steps",
         "--summary",
@@ -336,8 +336,8 @@ def test_the_summary_has_the_contracts_keys_and_types(finished: tuple[Path, dict
         assert {key: type(value) for key, value in peer["exchanges"].items()} == dict.fromkeys(
             ("done", "solo", "failed"), int
         )
-    assert [peer["throttle"] for peer in summary["peers"]] == [1.0, 1.0, 4.0]
-    assert len({peer["peer"] for peer in summary["peers"]}) == 3
+    assert [peer["throttle"] for peer in summary["peers"]] == [1.0, 4.0]
+    assert len({peer["peer"] for peer in summary["peers"]}) == 2
 
 
 @pytest.mark.swarm
@@ -357,7 +357,7 @@ def test_all_peers_trained_and_those_that_met_exchanged(finished: tuple[Path, di
 @pytest.mark.swarm
 def test_the_journals_have_the_contracts_lines(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = finished
-    for number in range(3):
+    for number in range(2):
         lines = list(journal.read(folder / f"peer-{number}" / "journal.jsonl"))
         evaluated = set() if number == 0 else {"eval"}  # a newcomer's donors have evaluated what it fetched
         assert {line["event"] for line in lines} >= set(LINES) - evaluated
@@ -376,7 +376,7 @@ def test_hooks_are_told_of_all_peers_and_each_event_once(finished: tuple[Path, d
     told = [json.loads(line) for line in (finished[0] / "events.txt").read_text().splitlines()]
     for kind in ("started", "training", "stopped"):
         names = sorted(one["name"] for one in told if one["event"] == kind)
-        assert names == [name_of_several(number) for number in range(3)], (kind, told)
+        assert names == [name_of_several(number) for number in range(2)], (kind, told)
 
 
 @pytest.mark.swarm
@@ -402,23 +402,22 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
 
 
 @pytest.mark.swarm
-def test_a_peer_that_is_killed_does_not_stop_the_others_and_comes_back_as_itself(peers: Peers) -> None:
+def test_a_peer_that_is_killed_does_not_stop_another_and_comes_back_as_itself(peers: Peers) -> None:
     peers.start("a", *TINY, "--set", "swarm.checkpoint_every_s=2")
     peers.until("a trains", lambda: bool(peers.lines("a", "step")))
     address = peers.lines("a", "started")[0]["addresses"][0]
-    for name in "bc":
-        peers.start(name, "--join", address)
-    peers.until("all exchange", lambda: all(exchanged(peers, name) for name in "abc"))
-    peers.until("c has saved", lambda: bool(peers.lines("c", "checkpoint")))
+    peers.start("b", "--join", address)
+    peers.until("both exchange", lambda: exchanged(peers, "a") and exchanged(peers, "b"))
+    peers.until("b has saved", lambda: bool(peers.lines("b", "checkpoint")))
 
-    peers.processes["c"].kill()
-    peers.processes["c"].wait()
-    before = {name: len(peers.lines(name, "step")) for name in "ab"}
-    peers.until("a and b go on", lambda: all(len(peers.lines(name, "step")) > before[name] + 2 for name in "ab"))
+    peers.processes["b"].kill()
+    peers.processes["b"].wait()
+    before = len(peers.lines("a", "step"))
+    peers.until("a goes on", lambda: len(peers.lines("a", "step")) > before + 2)
 
-    peers.start("c")
-    peers.until("c joins again", lambda: len(peers.lines("c", "joined")) == 2)
-    first, again = peers.lines("c", "started")
+    peers.start("b")
+    peers.until("b joins again", lambda: len(peers.lines("b", "joined")) == 2)
+    first, again = peers.lines("b", "started")
     assert (again["peer"], again["run"]) == (first["peer"], first["run"])
     since = again["t"]
-    peers.until("c exchanges again", lambda: exchanged(peers, "c", since))
+    peers.until("b exchanges again", lambda: exchanged(peers, "b", since))

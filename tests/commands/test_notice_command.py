@@ -1,6 +1,7 @@
 """SIGTERM, as a spot machine's notice, Kubernetes, Slurm and systemd send it: a peer saves, says goodbye, and exits 0.
 
-The two peers start at the same time, by lines that whatever starts them again can repeat.
+The two peers start at the same time, by lines that whatever starts them again can repeat. By day
+test_ps_and_stop_commands.py sends a peer its notice, and test_endings.py sees a swarm hear of a peer that leaves.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ from decentral.peers.membership.swarm_size import key_of
 from decentral.peers.startup import state, visit
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
+
+pytestmark = [pytest.mark.swarm, pytest.mark.night]
 
 PORT = 24817  # below those that systems give away
 
@@ -63,7 +66,6 @@ def address_of(swarm: Peers) -> str:
     return str(swarm.lines("first", "started")[0]["addresses"][0])
 
 
-@pytest.mark.swarm
 def test_a_peer_that_gets_its_notice_exits_0_and_says_why(swarm: Peers) -> None:
     assert swarm.processes["second"].returncode == 0
     (stopped,) = swarm.lines("second", "stopped")
@@ -71,7 +73,6 @@ def test_a_peer_that_gets_its_notice_exits_0_and_says_why(swarm: Peers) -> None:
     assert "unsaved" not in stopped
 
 
-@pytest.mark.swarm
 def test_its_checkpoint_is_of_its_last_step(swarm: Peers) -> None:
     steps = [line["step"] for line in swarm.lines("second", "step")]
     saved = [line["step"] for line in swarm.lines("second", "checkpoint")]
@@ -80,7 +81,6 @@ def test_its_checkpoint_is_of_its_last_step(swarm: Peers) -> None:
     assert "saved in" in output
 
 
-@pytest.mark.swarm
 def test_it_has_told_the_swarm_that_it_leaves(ended: tuple[Peers, records.PeerRecord]) -> None:
     swarm, last_record = ended
     assert last_record.phase == "leaving"

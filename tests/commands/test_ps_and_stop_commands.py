@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -17,10 +16,12 @@ from decentral.commands import ps, stop
 from decentral.commands.ps import STATUS_COLUMNS, PeerStatus
 from decentral.core.errors import UserError
 from decentral.core.journal.file import Journal
+from decentral.core.peer_folders import KEY
 from decentral.core.temporary import TemporaryFolder
 from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 from tests.commands.peer_processes import TINY, Peers
 from tests.journal_lines import event_of
+from tests.processes import piped
 
 BEGAN = 1.7e9
 
@@ -250,22 +251,32 @@ def test_a_real_peer_is_listed_and_stopped_by_its_folder(peers: Peers) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"saved in {folder}; go on with:" in done.stdout
     assert peers.processes["one"].wait(1) == 0
-    assert peers.lines("one", "stopped")[0]["reason"] == "interrupted"
+    (stopped,) = peers.lines("one", "stopped")
+    assert (stopped["reason"], stopped.get("unsaved")) == ("interrupted", None)
+    steps = [line["step"] for line in peers.lines("one", "step")]
+    assert peers.lines("one", "checkpoint")[-1]["step"] >= max(steps)
 
 
-@pytest.mark.swarm
+HANGS = """
+import fcntl, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_peer_that_hangs_is_not_killed_and_not_said_to_have_ended(
-    peers: Peers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peers.start("one", *TINY, "--throttle=1")  # one that is throttled would rest for a multiple of the time it hung
-    peers.until("it trains", lambda: bool(peers.lines("one", "step")))
-    process = peers.processes["one"]
+    """It holds its folder's lock, as a peer does, and does not leave when it is asked to."""
+    (tmp_path / KEY).touch()
     monkeypatch.setattr(stop, "STOP_S", 0.2)
-    process.send_signal(signal.SIGSTOP)
-    try:
+    with piped(sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "lock"), "-m", "decentral.peer") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
         with pytest.raises(SystemExit, match="1"):
-            stop.main([str(peers.folder / "one")])
+            stop.main([str(tmp_path)])
         assert "still saving; not killed" in capsys.readouterr().out
         assert process.poll() is None
-    finally:
-        process.send_signal(signal.SIGCONT)

@@ -38,8 +38,8 @@ def weights(compute: Compute, last: int = 2) -> list[Tensor]:
     return list(look_ahead(compute).weights(0, last).vectors.values())
 
 
-def begin(compute: Compute, token: int, last: int = 2) -> jobs.ForwardDone:
-    done = compute.do(jobs.Draw(token, last))
+def begin(compute: Compute, local_id: int, last: int = 2) -> jobs.ForwardDone:
+    done = compute.do(jobs.Draw(local_id, last))
     assert isinstance(done, jobs.ForwardDone)
     return done
 
@@ -48,7 +48,7 @@ def end(compute: Compute, done: jobs.ForwardDone) -> None:
     """The gradient of every hidden value is one; a step is taken with it."""
     (section, _), stages = done.layout, compute.span.stages
     blob = torch.ones(section.elements).numpy().tobytes()
-    assert isinstance(compute.do(jobs.Backward(done.token, (section,), blob)), jobs.BackwardDone)
+    assert isinstance(compute.do(jobs.Backward(done.local_id, (section,), blob)), jobs.BackwardDone)
     stages.seal(0)
     assert stages.apply(0, 0)
 
@@ -58,17 +58,17 @@ def thetas(compute: Compute) -> list[Tensor]:
 
 
 def test_gradients_that_are_not_late_are_computed_with_the_present_weights(first_stage: Compute) -> None:
-    for token in range(3):
-        end(first_stage, begin(first_stage, token))
+    for local_id in range(3):
+        end(first_stage, begin(first_stage, local_id))
     assert look_ahead(first_stage).lateness == [0.0, 0.0]
     for theta, ahead in zip(thetas(first_stage), weights(first_stage), strict=True):
         assert torch.equal(theta, ahead)
 
 
 def test_as_many_steps_are_looked_ahead_as_passed_between_the_passes(first_stage: Compute) -> None:
-    under_way, before = [begin(first_stage, token) for token in range(3)], thetas(first_stage)
-    for token in range(3, 60):
-        under_way.append(begin(first_stage, token))
+    under_way, before = [begin(first_stage, local_id) for local_id in range(3)], thetas(first_stage)
+    for local_id in range(3, 60):
+        under_way.append(begin(first_stage, local_id))
         before = thetas(first_stage)
         end(first_stage, under_way.pop(0))
     lateness = look_ahead(first_stage).lateness[0]
@@ -116,7 +116,7 @@ def test_a_backward_pass_runs_at_the_weights_of_its_forward_pass(setup_of: MakeS
         for live in compute.span.inner.lives:
             live.theta += moved
         (section, _) = done.layout
-        compute.do(jobs.Backward(done.token, (section,), torch.ones(section.elements).numpy().tobytes()))
+        compute.do(jobs.Backward(done.local_id, (section,), torch.ones(section.elements).numpy().tobytes()))
         found.append(compute.span.stages.sums.filled)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert any(bool(one.any()) for one in found[0])
@@ -129,9 +129,9 @@ def test_what_a_span_needs_has_room_for_the_weights_of_each_micro_batch_under_wa
     """One that passes a part of the span is charged for that part, and keeps no more."""
     run, stages = first_stage.span.run, first_stage.span.stages
     kept = 0
-    for token in range(3):
-        begin(first_stage, token, last)
-        ahead = stages.pending[token].ahead
+    for local_id in range(3):
+        begin(first_stage, local_id, last)
+        ahead = stages.pending[local_id].ahead
         assert ahead is not None
         kept += sum(one.nbytes for one in ahead.vectors.values())
     present = run.model_copy(update={"routes": config.RoutesConfig(overlap=False)})

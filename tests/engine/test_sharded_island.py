@@ -303,9 +303,9 @@ def test_ranks_without_the_folder_of_the_initial_weights_await_those_of_other_pe
     assert not sharded.draws(model)
     span.build_layers(0, span.model_layers)
     with pytest.raises(StartWeightsError, match="give --model-from DIR"):
-        span.draw()
+        span.initialise()
     span.given(range(len(span.cuts)))
-    span.draw()
+    span.initialise()
 
 
 def test_ranks_draw_weights_that_need_no_folder_or_whose_folder_is_there(tmp_path: Path) -> None:

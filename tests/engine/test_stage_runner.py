@@ -188,13 +188,13 @@ def test_uneven_micro_batches_give_the_exact_mean_over_tokens(setup_of: MakeSetu
     one, other = (Compute(with_span(setup_of(n), (2, 5))) for n in "AB")
     small, large = (_entering(one, sequences) for sequences in (1, 3))
     for compute, parts in ((one, [small]), (other, [large])):
-        for token, (layout, blob, sequences) in enumerate(parts):
-            assert isinstance(compute.do(jobs.Forward(token, 2, 5, sequences, layout, blob)), jobs.BackwardDone)
+        for local_id, (layout, blob, sequences) in enumerate(parts):
+            assert isinstance(compute.do(jobs.Forward(local_id, 2, 5, sequences, layout, blob)), jobs.BackwardDone)
     together = summed([one, other])
     assert one.span.stages.sums.filled_tokens == [16, 16, 16]
     both = Compute(with_span(setup_of("C"), (2, 5)))
-    for token, (layout, blob, sequences) in enumerate((small, large)):
-        both.do(jobs.Forward(token, 2, 5, sequences, layout, blob))
+    for local_id, (layout, blob, sequences) in enumerate((small, large)):
+        both.do(jobs.Forward(local_id, 2, 5, sequences, layout, blob))
     alone = summed([both])
     for index, gradient in alone.items():
         assert torch.allclose(together[index], gradient, atol=1e-6)
@@ -253,7 +253,7 @@ def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str,
 def test_an_execution_that_is_undone_leaves_the_sum_of_the_others(setup_of: MakeSetup, last: int) -> None:
     """Whether it ends with the model's last layer, or got a gradient from a later peer."""
     undone, other = (Compute(with_span(setup_of("C"), (2, last))) for _ in range(2))
-    passes = [_passes(undone, token, sequences, last) for token, sequences in ((1, 1), (2, 3))]
+    passes = [_passes(undone, local_id, sequences, last) for local_id, sequences in ((1, 1), (2, 3))]
     for job in (*passes[0], *passes[1]):
         undone.do(job)
     forward, *rest = passes[1]
@@ -273,15 +273,15 @@ def test_an_execution_that_is_in_no_sum_cannot_be_undone(computes: dict[str, Com
     assert compute.do(jobs.Undo(jobs.Forward(1, 2, 5, sequences, layout, blob))) == jobs.Undone(1, False)
 
 
-def _passes(compute: Compute, token: int, sequences: int, last: int) -> tuple[Any, ...]:
+def _passes(compute: Compute, local_id: int, sequences: int, last: int) -> tuple[Any, ...]:
     """The jobs of an execution through layers [2, last)."""
     layout, blob, _ = _entering(compute, sequences)
-    forward = jobs.Forward(token, 2, last, sequences, layout, blob)
+    forward = jobs.Forward(local_id, 2, last, sequences, layout, blob)
     if last == 5:
         return (forward,)
     (back,) = compute.span.forms(last, sequences).gradients
-    gradient = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(token))
-    return forward, jobs.Backward(token, back, blockwise.encode("fp32", gradient))
+    gradient = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(local_id))
+    return forward, jobs.Backward(local_id, back, blockwise.encode("fp32", gradient))
 
 
 def test_what_measuring_the_device_leaves_behind_is_in_no_sum(setup_of: MakeSetup) -> None:
@@ -297,11 +297,11 @@ def test_numbers_of_micro_batches_are_never_given_out_twice(setup_of: MakeSetup)
     numbers = []
     for life in range(3):
         compute = Compute(setup)
-        for token in range(3):
-            drawn = compute.do(jobs.Draw(token, 3))
+        for local_id in range(3):
+            drawn = compute.do(jobs.Draw(local_id, 3))
             assert isinstance(drawn, jobs.ForwardDone)
             numbers.append(drawn.number)
-            if life == 0 and token == 0:
+            if life == 0 and local_id == 0:
                 compute.do(jobs.Save())
         compute.resume()
     assert len(set(numbers)) == 9
@@ -382,8 +382,8 @@ def test_a_round_with_a_stray_execution_publishes_no_sum_and_the_next_one_starts
 ) -> None:
     compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
     layout, blob, sequences = _entering(compute, 2)
-    for token in (1, 2):
-        compute.do(jobs.Forward(token, 2, 5, sequences, layout, blob))
+    for local_id in (1, 2):
+        compute.do(jobs.Forward(local_id, 2, 5, sequences, layout, blob))
     assert compute.do(jobs.CloseRound(0, (1,))) == jobs.RoundClosed(0, (1, 2), ())
     compute.do(jobs.Forward(3, 2, 5, sequences, layout, blob))
     closed = compute.do(jobs.CloseRound(1, (3,)))
@@ -462,14 +462,14 @@ def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_
         assert torch.equal(one.state.exp_avg_sq, other.state.exp_avg_sq)
 
 
-def _went_back(compute: Compute, token: int, gradient: float) -> jobs.Outcome:
+def _went_back(compute: Compute, local_id: int, gradient: float) -> jobs.Outcome:
     """The outcome of a backward pass through layers [2, 4) with a gradient of these numbers."""
     layout, blob, sequences = _entering(compute, 2)
-    done = compute.do(jobs.Forward(token, 2, 4, sequences, layout, blob))
+    done = compute.do(jobs.Forward(local_id, 2, 4, sequences, layout, blob))
     assert isinstance(done, jobs.ForwardDone)
     elements = done.layout[0].elements
     packed = compute.span.stages.activations.encode_gradient(torch.full((elements,), gradient))
-    return compute.do(jobs.Backward(token, *packed))
+    return compute.do(jobs.Backward(local_id, *packed))
 
 
 def test_a_gradient_that_is_finite_and_absurd_is_refused_before_anything_changes(computes: dict[str, Compute]) -> None:
@@ -484,8 +484,8 @@ def test_a_gradient_that_is_finite_and_absurd_is_refused_before_anything_changes
 
 def test_a_sum_whose_step_would_be_skipped_says_so_and_takes_none(computes: dict[str, Compute]) -> None:
     compute = computes["B"]
-    for token in (1, 2):
-        assert isinstance(_went_back(compute, token, 1e-3), jobs.BackwardDone)
+    for local_id in (1, 2):
+        assert isinstance(_went_back(compute, local_id, 1e-3), jobs.BackwardDone)
     compute.span.stages.sums.filled[-1].fill_(3e38)  # a norm of it is not finite
     before = [live.theta.clone() for live in compute.span.inner.lives]
     sealed = compute.do(jobs.Seal((1, 2), jobs.Apply(32, 2, 1.0)))

@@ -52,7 +52,7 @@ class Two:
             self.log.append(line)
             self.on[line] = threading.get_ident()
             self.within.get((job, number), lambda: None)()
-        return jobs.ExecutionFailed(token_of(job), "")
+        return jobs.ExecutionFailed(number_of(job), "")
 
     def edge(self) -> None:
         """All that is waiting for a step edge, then a step."""
@@ -79,11 +79,11 @@ class Two:
 
 
 def name_of(one: jobs.Job | jobs.Outcome) -> str:
-    return chr(ord("a") + token_of(one))
+    return chr(ord("a") + number_of(one))
 
 
-def token_of(one: jobs.Job | jobs.Outcome) -> int:
-    number: int = getattr(one, "token" if hasattr(one, "token") else "fragment")
+def number_of(one: jobs.Job | jobs.Outcome) -> int:
+    number: int = getattr(one, "local_id" if hasattr(one, "local_id") else "fragment")
     return number
 
 

@@ -89,9 +89,9 @@ class Device:
                 return jobs.Forgotten()
             case jobs.Undo():
                 if self._fails():
-                    return jobs.Undone(job.token, False)
-                self.executions.remove(job.token)
-                return jobs.Undone(job.token, True)
+                    return jobs.Undone(job.local_id, False)
+                self.executions.remove(job.local_id)
+                return jobs.Undone(job.local_id, True)
             case jobs.Forget():
                 return jobs.Forgotten()
             case jobs.CloseRound(round, executions):
@@ -149,22 +149,22 @@ class Device:
 
     def _do_stage(self, job: Any) -> Any:
         match job:
-            case jobs.Draw(token, last) | jobs.Forward(token, _, last):
+            case jobs.Draw(local_id, last) | jobs.Forward(local_id, _, last):
                 entering, gradient = FORMS.entering_over(job.thin), FORMS.gradient_over(job.thin)
                 own = isinstance(job, jobs.Draw)
                 self.number += own
                 if not own and self._fails():
-                    return jobs.ExecutionFailed(token, "nan")
+                    return jobs.ExecutionFailed(local_id, "nan")
                 if last < self.layers:
-                    return jobs.ForwardDone(token, self.number, 1, TOKENS, entering, blob_of(entering))
-                self.executions.append(token)
-                return jobs.BackwardDone(token, TOKENS, 1.0, gradient, blob_of(gradient), self.number if own else 0)
-            case jobs.Backward(token):
+                    return jobs.ForwardDone(local_id, self.number, 1, TOKENS, entering, blob_of(entering))
+                self.executions.append(local_id)
+                return jobs.BackwardDone(local_id, TOKENS, 1.0, gradient, blob_of(gradient), self.number if own else 0)
+            case jobs.Backward(local_id):
                 if self._fails():
-                    return jobs.ExecutionFailed(token, "nan")
-                self.executions.append(token)
+                    return jobs.ExecutionFailed(local_id, "nan")
+                self.executions.append(local_id)
                 gradient = FORMS.gradient_over(job.thin)
-                return jobs.BackwardDone(token, TOKENS, 0.0, gradient, blob_of(gradient))
+                return jobs.BackwardDone(local_id, TOKENS, 0.0, gradient, blob_of(gradient))
             case jobs.Seal(ready, then, slot):
                 sealed, self.executions = tuple(self.executions), []
                 sound = not self._fails()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz import decoders, seeds
 from tests.fuzz.decoders import DECODERS
-from tests.test_rooms import MODULES
+from tests.test_rooms import MODULES, tree
 
 PARSERS = {
     "msgpack.unpackb",
@@ -97,8 +97,8 @@ def test_no_input_of_the_corpus_crashes_its_decoder(name: str) -> None:
 
 def readers() -> Iterator[str]:
     """Functions of the product that raise ProtocolError, or call a library's parser."""
-    for module, path in MODULES.items():
-        for function in ast.walk(ast.parse(path.read_text())):
+    for module in MODULES:
+        for function in ast.walk(tree(module)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(_reads, ast.walk(function))):
                 yield f"{module}.{function.name}"
 
@@ -117,8 +117,8 @@ def test_every_function_that_reads_bytes_of_others_is_in_the_table() -> None:
 def test_the_table_names_functions_that_are_there() -> None:
     defined = {
         f"{module}.{node.name}"
-        for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for module in MODULES
+        for node in ast.walk(tree(module))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     named = {name for one in DECODERS.values() for name in one.covers} | set(NOT_OF_BYTES)

@@ -7,6 +7,7 @@ hypothesis finds it shrinks to a few steps, each with a seed of its own.
 
 import ast
 import importlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from decentral.peers.membership.address_book import ADDRESSES_KEPT, AddressBook
 from decentral.peers.membership.records import PeerRecord
 from tests.fuzz import grammar, values
 from tests.fuzz.fuzzed_node import QUIET_S, FuzzedNode, Kind
-from tests.test_rooms import MODULES
+from tests.test_rooms import MODULES, tree
 
 ROUNDS = grammar.ROUNDS
 ROUTES = (
@@ -114,26 +115,43 @@ def machine_of(kind: Kind, only: tuple[type[Message], ...]) -> type[RuleBasedSta
     return Liars
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_no_liars_break_a_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, kind, only = MACHINES[name]
-    module, _, owner = name.rpartition(".")
-    one, reached = getattr(importlib.import_module(f"decentral.{module}"), owner), [0]
-    handle = getattr(one, method)
+def together() -> dict[str, list[str]]:
+    """The machines that the same questions reach in the same kind of node: one life of it is fuzzed for all of them."""
+    found = defaultdict[tuple[Kind, tuple[type[Message], ...]], list[str]](list)
+    for name, (_, kind, only) in MACHINES.items():
+        found[kind, only].append(name)
+    return {", ".join(name.rpartition(".")[2] for name in names): names for names in found.values()}
+
+
+TOGETHER = together()
+
+
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+def test_no_liars_break_a_machine(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = Counter[str]()
+    for name in names:
+        method, kind, only = MACHINES[name]
+        module, _, owner = name.rpartition(".")
+        count_calls(getattr(importlib.import_module(f"decentral.{module}"), owner), method, name, reached, monkeypatch)
+    examples = max(RARE.get(name, EXAMPLES) for name in names)
+    run_state_machine_as_test(machine_of(kind, only), settings=settings(FEW, max_examples=examples))
+    assert {name: reached[name] for name in names if reached[name] <= 10} == {}
+
+
+def count_calls(owner: type, method: str, name: str, reached: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = getattr(owner, method)
 
     def counted(*arguments: Any, **more: Any) -> Any:
-        reached[0] += 1
+        reached[name] += 1
         return handle(*arguments, **more)
 
-    monkeypatch.setattr(one, method, counted)
-    run_state_machine_as_test(machine_of(kind, only), settings=settings(FEW, max_examples=RARE.get(name, EXAMPLES)))
-    assert reached[0] > 10, f"{name} was reached {reached[0]} times"
+    monkeypatch.setattr(owner, method, counted)
 
 
 def handling_classes() -> Iterator[str]:
     """Classes of comm, peers and scheduler that are machines: they have `handle`, with the time."""
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
             if isinstance(node, ast.ClassDef) and module.split(".")[0] in ("comm", "peers", "scheduler"):
                 if any(ast.unparse(base) == "Protocol" for base in node.bases):
                     continue

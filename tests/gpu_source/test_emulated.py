@@ -87,7 +87,7 @@ def test_a_number_that_is_not_finite_closes_no_window(emulated: Any, bad: float)
             "step += factors[j] * (nibble_at(blob + q4_scales, at) * scale_at(blob, at / 128))",
             "step = fmaf(factors[j], nibble_at(blob + q4_scales, at) * scale_at(blob, at / 128), step)",
         ),
-        ("phi[i] - step - apart", "phi[i] - (step + apart)"),
+        ("phi[i] - step - consensus", "phi[i] - (step + consensus)"),
     ],
 )
 def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, right: str, wrong: str) -> None:

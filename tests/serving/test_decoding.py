@@ -154,7 +154,7 @@ def test_a_model_whose_tokens_take_more_than_the_device_has_is_refused() -> None
 
 def drawn(logits_V: Tensor, number: int = 400, **keys: float) -> Counter[int]:
     chance = torch.Generator().manual_seed(0)
-    return Counter(decoding.draw(logits_V, Sampling(**keys), chance) for _ in range(number))  # type: ignore[arg-type]
+    return Counter(decoding.sample(logits_V, Sampling(**keys), chance) for _ in range(number))  # type: ignore[arg-type]
 
 
 def test_without_temperature_it_is_always_the_likeliest_token() -> None:

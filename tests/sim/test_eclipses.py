@@ -12,7 +12,9 @@ from decentral.sim.invariants.eclipses import EclipseAudit
 from decentral.sim.invariants.evidence import Violation
 from decentral.sim.run import Scenario, run
 
-SEEDS, EACH = 200, 20  # swarms in all, and in one test, so that several processes can share them
+SEEDS, BY_DAY = 200, 40  # swarms in all, and those that are played by day, among which every key is eclipsed
+EACH = 20  # swarms in one test
+FIRST = [pytest.param(one, marks=() if one < BY_DAY else pytest.mark.night) for one in range(0, SEEDS, EACH)]
 
 
 def news_learned(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -31,7 +33,7 @@ def news_learned(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(audit.proposed_at) + len(audit.revoked_at.keys() - {0})
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, EACH))
+@pytest.mark.parametrize("first", FIRST)
 def test_an_eclipse_of_any_key_changes_no_roster_and_delays_news_by_little(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +47,7 @@ def test_an_eclipse_of_any_key_changes_no_roster_and_delays_news_by_little(
 
 
 def test_every_key_is_eclipsed_by_one_hostile_peer_or_several() -> None:
-    drawn = [sweep.eclipsed(seed).faults for seed in range(SEEDS)]
+    drawn = [sweep.eclipsed(seed).faults for seed in range(BY_DAY)]
     assert {eclipse.how for eclipse, _, _ in drawn} == set(faults.ECLIPSED)
     assert {len(lie.peers) for _, lie, _ in drawn} == {1, 2}
     assert all(faults.parse(faults.text_of(one)) == list(one) for one in drawn)

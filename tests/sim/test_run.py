@@ -89,8 +89,12 @@ def test_recovery_is_timed_from_the_end_of_each_fault() -> None:
     assert 0 < after < 10
 
 
+@pytest.mark.night
 def test_a_device_ten_times_slower_stays_near_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of its takes two of the others' windows, so slow weights alone tell it of most of them."""
+    """A step of its takes two of the others' windows, so slow weights alone tell it of most of them.
+
+    By day tests/comm/gossip/test_snapshots.py checks that who asks late is answered at later windows.
+    """
     overrides = (*sweep.SETTINGS, "gossip.window_s=1", "gossip.start_window_s=0.5", "gossip.core_share=1")
     settings = SwarmSettings.of(
         config.load(None, overrides), Pace(0.2, 0.05, report_s=2.0), (1.0, 1.0, 1.0, 10.0), 1024, sweep.QUICK

@@ -133,8 +133,8 @@ class ConvergenceAudit:
         swarm = self.evidence.swarm
         steps = max(1.0, swarm.settings.config.gossip.window_s / swarm.settings.pace.step_s)
         unit, to_go = STEP_NOISE * steps**0.5, _distances_of_means(living)
-        for peer, apart in distances(living).items():
-            noise = apart / unit
+        for peer, distance in distances(living).items():
+            noise = distance / unit
             self.farthest = max(self.farthest, noise)
             if noise > MAX_APART + MAX_BEHIND * to_go[peer] / unit and len(living) > 1:
                 detail = f"{peer} is {noise:.0f} times one window's noise from the others"

@@ -89,4 +89,4 @@ def test_partners_that_come_and_go_do_not_fill_the_memory() -> None:
     outliers = Outliers()
     for number in range(3 * MOST_KNOWN):
         outliers.trust([(PeerId(f"p{number}"), place(number))], [STEP])
-    assert len(outliers.apart) == len(outliers.found) == MOST_KNOWN
+    assert len(outliers.differences) == len(outliers.found) == MOST_KNOWN

@@ -56,21 +56,21 @@ class Device:
 
     def do(self, job: Any) -> Any:
         match job:
-            case jobs.Draw(token):
+            case jobs.Draw(local_id):
                 self.number += 1
-                self.held.add(token)
-                return jobs.ForwardDone(token, self.number, 1, TOKENS, layout(0, 1), bytes(20))
-            case jobs.Forward(token, _, last):
+                self.held.add(local_id)
+                return jobs.ForwardDone(local_id, self.number, 1, TOKENS, layout(0, 1), bytes(20))
+            case jobs.Forward(local_id, _, last):
                 if last == self.end:
-                    self.executions.append(token)
-                    return jobs.BackwardDone(token, TOKENS, 1.0, layout(0, 1)[:1], bytes(16))
-                self.held.add(token)
-                return jobs.ForwardDone(token, 0, 1, TOKENS, layout(0, 1), bytes(20))
-            case jobs.Backward(token):
-                assert token in self.held, "a backward pass without its forward pass"
-                self.held.discard(token)
-                self.executions.append(token)
-                return jobs.BackwardDone(token, TOKENS, 0.0, layout(0, 1)[:1], bytes(16))
+                    self.executions.append(local_id)
+                    return jobs.BackwardDone(local_id, TOKENS, 1.0, layout(0, 1)[:1], bytes(16))
+                self.held.add(local_id)
+                return jobs.ForwardDone(local_id, 0, 1, TOKENS, layout(0, 1), bytes(20))
+            case jobs.Backward(local_id):
+                assert local_id in self.held, "a backward pass without its forward pass"
+                self.held.discard(local_id)
+                self.executions.append(local_id)
+                return jobs.BackwardDone(local_id, TOKENS, 0.0, layout(0, 1)[:1], bytes(16))
             case jobs.Forget(tokens):
                 self.held -= set(tokens)
                 return jobs.Forgotten()
@@ -87,8 +87,8 @@ class Device:
             case jobs.Drop():
                 return jobs.Forgotten()
             case jobs.Undo():
-                self.executions.remove(job.token)
-                return jobs.Undone(job.token, True)
+                self.executions.remove(job.local_id)
+                return jobs.Undone(job.local_id, True)
         raise AssertionError(job)
 
 
@@ -227,7 +227,7 @@ class World:
 
     def _compute(self, peer: Peer, job: Any) -> None:
         passes = {jobs.Draw: 1 / 3, jobs.Forward: 1 / 3, jobs.Backward: 2 / 3, jobs.Undo: 1.0}.get(type(job), 0.0)
-        execution = peer.routes.executions.get(getattr(job, "token", -1))
+        execution = peer.routes.executions.get(getattr(job, "local_id", -1))
         if isinstance(job, jobs.Forward) and job.last == self.cuts[-1].last:
             passes = 1.0
         part = share(self.cuts, execution.id.first, execution.last) if execution is not None else 0.0

@@ -70,8 +70,8 @@ def test_a_pass_that_has_begun_is_displaced_by_nobody() -> None:
 
 def test_a_micro_batch_for_which_no_next_peer_has_memory_makes_way_for_an_older_one() -> None:
     routes = full(1, 2)  # nobody holds layer 2
-    for token in range(1, 5):
-        routes.handle(jobs.ForwardDone(token, 0, 1, TOKENS, layout(2, 1), bytes(20)), 2.0)
+    for local_id in range(1, 5):
+        routes.handle(jobs.ForwardDone(local_id, 0, 1, TOKENS, layout(2, 1), bytes(20)), 2.0)
     assert refused(ask(routes, 5, drawn=1.0)) == [(4, "busy")]
     assert numbers(routes) == {1, 2, 3, 5}
 

@@ -56,7 +56,7 @@ class Comparing(AuditedDevice):
     def do(self, job: Any) -> Any:
         if isinstance(job, jobs.Compare):
             *others, newest = (blob for _, blob in job.gradients)
-            return jobs.Compared(job.token, tuple(SAME if newest == one else UNLIKE for one in others))
+            return jobs.Compared(job.local_id, tuple(SAME if newest == one else UNLIKE for one in others))
         return super().do(job)
 
 
@@ -283,7 +283,7 @@ def test_an_audit_looks_like_any_other_request() -> None:
 
 def test_an_origin_peer_s_numbers_do_not_show_which_of_a_pair_they_are() -> None:
     device = Comparing(end=3)
-    drawn = [device.do(jobs.Draw(token, 2)).number for token in range(200)]
+    drawn = [device.do(jobs.Draw(local_id, 2)).number for local_id in range(200)]
     assert 60 < sum(number % 2 for number in drawn) < 140
     assert not {twin(number) for number in drawn} & set(drawn)
 

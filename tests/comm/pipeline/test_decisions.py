@@ -124,7 +124,7 @@ def test_of_an_origin_peer_that_does_not_answer_only_what_it_has_sent_here_itsel
     for number, asker in ((1, A), (2, B), (3, A)):
         table.add(
             ForwardedExecution(
-                token=number,
+                local_id=number,
                 id=execution_of(A, number),
                 last=2,
                 memory_share=1.0,
@@ -140,4 +140,4 @@ def test_of_an_origin_peer_that_does_not_answer_only_what_it_has_sent_here_itsel
             table.jobs.push(Forward(number, 1, 2, 1, (), b""))
     replies = [effect for effect in routes.lifecycle.origin_is_gone(A) if isinstance(effect, Reply)]
     assert replies == [Reply(11, Envelope(Refused(Reason.MOVED)))][: 3 - len(left)]
-    assert [one.id.number for one in table.by_token.values()] == left
+    assert [one.id.number for one in table.by_local_id.values()] == left

@@ -27,7 +27,7 @@ FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
 
 def execution(state: ExecutionState = FORWARD) -> OwnExecution:
     id = ExecutionId("A", 7, 0)
-    one = OwnExecution(token=3, id=id, last=2, memory_share=1.0, started_at=1.0, until=9.0, drawn=1.0, round=0)
+    one = OwnExecution(local_id=3, id=id, last=2, memory_share=1.0, started_at=1.0, until=9.0, drawn=1.0, round=0)
     one.state = state
     return one
 
@@ -75,7 +75,7 @@ def test_an_illegal_move_tells_the_last_events() -> None:
     with pytest.raises(InvalidTransition) as raised:
         one.move(ExecutionEvent.COMPUTED, "backward pass done")
     assert str(raised.value) == (
-        "COMPUTED (backward pass done) is not allowed in state AWAY: A/7@0 (token 3, in AWAY): "
+        "COMPUTED (backward pass done) is not allowed in state AWAY: A/7@0 (local id 3, in AWAY): "
         "forward pass done: AWAY; sent to C"
     )
 

@@ -17,8 +17,8 @@ def entry(number: int, own: bool = False, undo: Undo | None = None) -> GradientE
     return GradientEntry(ExecutionId("A", number, 0), 2, 10, 20.0, own, undo)
 
 
-def undo(token: int) -> Undo:
-    return Undo(Forward(token, 0, 2, 1, (), b""))
+def undo(local_id: int) -> Undo:
+    return Undo(Forward(local_id, 0, 2, 1, (), b""))
 
 
 def kinds(effects: list[Effect]) -> list[str]:
@@ -54,8 +54,8 @@ def test_an_aborted_one_takes_the_sum_with_it_and_what_comes_later_is_too_late()
 
 def test_gradients_that_can_be_taken_out_are_and_the_others_count() -> None:
     ledger = GradientLedger(2)
-    for token in (1, 2, 3):
-        assert ledger.add(token, entry(token, undo=undo(token)), CommitState.IN_DOUBT) == []
+    for local_id in (1, 2, 3):
+        assert ledger.add(local_id, entry(local_id, undo=undo(local_id)), CommitState.IN_DOUBT) == []
     assert ledger.commit(1) == []
     assert ledger.abort(2) == [undo(2)]
     assert ledger.commit(3) == []  # the step waits until the second one's gradients are out

@@ -254,7 +254,9 @@ def test_a_silent_peer_gets_no_micro_batch_before_it_says_that_it_is_there() -> 
     for _ in range(500):
         world.run(0.1)
         at_c |= {
-            token for token, one in origin.executions.items() if one.next_hop is not None and one.next_hop.to == "C"
+            local_id
+            for local_id, one in origin.executions.items()
+            if one.next_hop is not None and one.next_hop.to == "C"
         }
     assert not at_c
     assert origin.forwarding.scheduler.suspended[PeerId("C")].seconds > 30.0, (
@@ -619,10 +621,10 @@ def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_beg
         """The executions whose forward passes begin when this micro-batch comes."""
         request = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1), 0, drawn)
         effects = middle.routes.handle(Asked(number, PeerId("A"), Envelope(request, bytes(20))), 1.0)
-        return [effect.token for effect in effects if isinstance(effect, jobs.Forward)]
+        return [effect.local_id for effect in effects if isinstance(effect, jobs.Forward)]
 
-    def sent_on(token: int) -> Ask:
-        effects = middle.routes.handle(middle.device.do(jobs.Forward(token, 1, 3, 1, (), b"")), 1.1)
+    def sent_on(local_id: int) -> Ask:
+        effects = middle.routes.handle(middle.device.do(jobs.Forward(local_id, 1, 3, 1, (), b"")), 1.1)
         (ask,) = (effect for effect in effects if isinstance(effect, Ask))
         return ask
 
@@ -656,12 +658,12 @@ def test_a_route_with_a_gap_is_no_answer(hops: tuple[Hop, ...]) -> None:
     world.start()
     routes = origin.routes
     execution = next(iter(routes.executions.values()))
-    (ask,) = (e for e in routes.handle(origin.device.do(jobs.Draw(execution.token, 2)), 0.1) if isinstance(e, Ask))
+    (ask,) = (e for e in routes.handle(origin.device.do(jobs.Draw(execution.local_id, 2)), 0.1) if isinstance(e, Ask))
     returned = Envelope(BackwardResponse(RUN, 1.0, 8, hops, layout(2, 1)[:1]), bytes(16))
     effects = routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0.1, 0, 0), 0.2)
     assert not [effect for effect in effects if isinstance(effect, jobs.Backward)]
     tags = [effect.tag for effect in effects if isinstance(effect, Ask)]
-    assert [tag.token for tag in tags if isinstance(tag, ForwardTag)] == [execution.token]
+    assert [tag.local_id for tag in tags if isinstance(tag, ForwardTag)] == [execution.local_id]
 
 
 def test_without_overlap_no_weights_change_between_a_forward_and_its_backward_pass() -> None:
@@ -676,10 +678,10 @@ def test_without_overlap_no_weights_change_between_a_forward_and_its_backward_pa
             nonlocal backward_passes
             taken = len(device.taken)  # type: ignore[attr-defined]
             if isinstance(job, jobs.Draw | jobs.Forward):
-                versions[name, job.token] = taken
+                versions[name, job.local_id] = taken
             if isinstance(job, jobs.Backward):
                 backward_passes += 1
-                assert versions[name, job.token] == taken
+                assert versions[name, job.local_id] == taken
             return keep(job)  # type: ignore[operator]
 
         peer.device.do = watched  # type: ignore[method-assign]
@@ -770,7 +772,7 @@ def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_
     assert not origin.admission.has_memory(0)
     assert origin.admission.has_memory(1)
     for execution in list(origin.executions.values())[10:]:
-        origin.executions.pop(execution.token)
+        origin.executions.pop(execution.local_id)
     origin.window.size = 16
     for number in range(2):
         request = ForwardRequest(RUN, "B", number, 1, 1, 5.0, 20.0, layout(1, 1))

@@ -26,7 +26,7 @@ def test_the_forward_passes_that_a_later_step_applies_do_not_make_a_device_seem_
     forward_s, backward_s = 0.5 / 3, 0.5 * 2 / 3  # of 100 tokens through half of the model, at 100 tokens/s
     executions = [
         StageExecution(
-            token=number,
+            local_id=number,
             id=ExecutionId(PeerId("o"), number, 0),
             last=2,
             memory_share=1.0,

@@ -137,7 +137,7 @@ def happen(event: str, now: float, scene: Scene) -> Sequence[Effect | str]:
         case ["next"]:
             return [f"at {routes.wake_at:g}" if routes.wake_at is not None else "never"]
         case ["executions"]:
-            here = [f"{token} {one.state.name.lower()}" for token, one in routes.executions.items()]
+            here = [f"{local_id} {one.state.name.lower()}" for local_id, one in routes.executions.items()]
             return [", ".join(here) or "none"]
         case ["round", number, "quota", quota]:
             return [*routes.begin_round(int(number), True, int(quota)), *routes.handle(Woke(), now)]
@@ -160,19 +160,19 @@ def event_of(text: str, scene: Scene) -> Event:
         ask = scene.asked[found[1]]
         return Answered(ask.tag, ask.to, message_of(found[2]), SECONDS, SECONDS, 0, 0)
     match text.split():
-        case ["drawn", token, "as", number]:
-            return jobs.ForwardDone(int(token), int(number), 1, 8, layout(0, 1), bytes(20))
-        case ["forwarded", token]:
-            return jobs.ForwardDone(int(token), 0, 1, 8, layout(0, 1), bytes(20))
-        case ["backed", token, *_] as words:
+        case ["drawn", local_id, "as", number]:
+            return jobs.ForwardDone(int(local_id), int(number), 1, 8, layout(0, 1), bytes(20))
+        case ["forwarded", local_id]:
+            return jobs.ForwardDone(int(local_id), 0, 1, 8, layout(0, 1), bytes(20))
+        case ["backed", local_id, *_] as words:
             drawn = int(words[3]) if "as" in words else 0
-            return jobs.BackwardDone(int(token), 8, 1.0, layout(0, 1)[:1], bytes(16), drawn)
-        case ["failed", token, reason]:
-            return jobs.ExecutionFailed(int(token), reason)
+            return jobs.BackwardDone(int(local_id), 8, 1.0, layout(0, 1)[:1], bytes(16), drawn)
+        case ["failed", local_id, reason]:
+            return jobs.ExecutionFailed(int(local_id), reason)
         case ["sealed", slot, "with", *tokens]:
             return jobs.Sealed(tuple(map(int, tokens)), int(slot))
-        case ["undone", token]:
-            return jobs.Undone(int(token), True)
+        case ["undone", local_id]:
+            return jobs.Undone(int(local_id), True)
         case ["stepped", *tokens]:
             return jobs.Stepped(1, 0, 8, 1.0, NO_TIME, 1, tuple(map(int, tokens)))
     assert text == "wake", f"no such event: {text}"
@@ -230,14 +230,14 @@ def spoken_effect(effect: Any, scene: Scene) -> str:
             return f"ask {to}: {said}"
         case Reply(request, envelope):
             return f"answer #{request}: {spoken(envelope.message)}"
-        case jobs.Draw(token, last):
-            return f"draw {token} to {last}"
-        case jobs.Forward(token, first, last):
-            return f"forward {token} through {first}-{last}"
-        case jobs.Backward(token):
-            return f"backward {token}"
+        case jobs.Draw(local_id, last):
+            return f"draw {local_id} to {last}"
+        case jobs.Forward(local_id, first, last):
+            return f"forward {local_id} through {first}-{last}"
+        case jobs.Backward(local_id):
+            return f"backward {local_id}"
         case jobs.Undo():
-            return f"undo {effect.token}"
+            return f"undo {effect.local_id}"
         case jobs.Forget(tokens):
             return f"forget {' '.join(map(str, tokens))}"
         case jobs.Seal(ready, then, slot):

@@ -158,9 +158,9 @@ def test_hops_that_others_would_not_believe_are_not_taken_and_never_reported(hop
     record = contributions.ContributionRecord()
     record.begin(MEMBERS, CUTS)
     good = (Hop("B", 2, 4),)
-    for token, way in ((1, good), (2, hops)):
-        record.completed(token, way)
-        record.add(token, GradientEntry(ExecutionId("A", token, 0), 2, 64, 1.0, True), CommitState.COMMITTED)
+    for local_id, way in ((1, good), (2, hops)):
+        record.completed(local_id, way)
+        record.add(local_id, GradientEntry(ExecutionId("A", local_id, 0), 2, 64, 1.0, True), CommitState.COMMITTED)
     done, loss = record.completed_micro_batches(MEMBERS, PeerId("A"), CUTS)
     contributions.check_report(replace(report(A, *done), loss=loss), MEMBERS, PeerId("A"), CUTS)
     assert ([one.number for one in done], loss) == ([1], 1.0)

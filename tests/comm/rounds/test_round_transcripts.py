@@ -95,8 +95,8 @@ class FakeRouter:
         self.carried(number, ExecutionId("M", number, 0), hops[0][1], own=True)
         self.ledger.ways[number] = after
 
-    def carried(self, token: int, execution: ExecutionId, last: int, own: bool = False) -> None:
-        self.ledger.add(token, GradientEntry(execution, last, TOKENS, 20.0, own), CommitState.IN_DOUBT)
+    def carried(self, local_id: int, execution: ExecutionId, last: int, own: bool = False) -> None:
+        self.ledger.add(local_id, GradientEntry(execution, last, TOKENS, 20.0, own), CommitState.IN_DOUBT)
 
 
 @dataclass
@@ -164,7 +164,7 @@ class World:
             return Answered(ask.tag, PeerId(found[1]), self._said(ask.envelope.message, found[3]), 0.1, 0.1, 10, 20)
         match text.split():
             case ["closed", number, "with", executions, *sums]:
-                tokens = tuple(int(token) for token in executions.split(",") if token != "-")
+                tokens = tuple(int(local_id) for local_id in executions.split(",") if local_id != "-")
                 closed = (one.split("=") for one in sums)
                 return RoundClosed(int(number), tokens, tuple(_closed(int(i), int(number), int(n)) for i, n in closed))
             case ["stepped", *refused]:

@@ -157,9 +157,11 @@ class Played:
                     self.deliver(jobs.StateExported(fragment, LAYOUT, BLOB))
                 case jobs.ImportState():
                     self.deliver(jobs.StateImported(True))
-                case jobs.Forward(token, first):
+                case jobs.Forward(local_id, first):
                     self.deliver(
-                        jobs.BackwardDone(token, 8, 1.0, LAYOUT, BLOB) if first else jobs.ExecutionFailed(token, "nan")
+                        jobs.BackwardDone(local_id, 8, 1.0, LAYOUT, BLOB)
+                        if first
+                        else jobs.ExecutionFailed(local_id, "nan")
                     )
                 case jobs.Seal():
                     self.deliver(jobs.Sealed(()))

@@ -103,7 +103,9 @@ AT_OTHER = Sent(PeerId("QmOther"), 0.0, 99.0, 99.0)
 def away(hop: NextHop) -> OwnExecution:
     """A micro-batch of ours that another peer has."""
     id = ExecutionId(PeerId("QmMe"), 7, 0)
-    execution = OwnExecution(token=1, id=id, last=1, memory_share=1.0, started_at=0.0, until=99.0, drawn=0.0, round=0)
+    execution = OwnExecution(
+        local_id=1, id=id, last=1, memory_share=1.0, started_at=0.0, until=99.0, drawn=0.0, round=0
+    )
     execution.state, execution.next_hop = ExecutionState.AWAY, hop
     return execution
 

@@ -170,7 +170,7 @@ def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
         }
         plans.review(measured, together.now)
         plans.search.at = together.now  # before any peer has seen another's plan
-        evaluation = plans._evaluate(measured, searches=True)
+        evaluation = plans._begin_evaluation(measured, searches=True)
         together.carry(plans.own.peer, plans.handle(evaluate_plans(evaluation), together.now))
     assert len({plans.adopted.digest() for plans in together.plans.values() if plans.adopted}) > 1
     together.pass_time(30.0)
@@ -204,7 +204,7 @@ class Judge:
     ) -> None:
         """`figures`: tokens by the plans' reasons."""
         (asked,) = self.hears(proposals, now, members)
-        evaluation = self.plans._evaluation
+        evaluation = self.plans._pending
         assert evaluation is not None
         tokens = tuple(figures[plan.reason] for plan in evaluation.plans)
         self.plans.handle(PlansEvaluated(asked.number, bytes(16), stay, tokens), now + 1.0)
@@ -294,7 +294,7 @@ def test_each_change_of_mind_between_two_plans_leaves_twice_the_time_for_moves()
         while not (asked := judge.hears(proposals, now)):
             now += 1.0
         judged.append(now)
-        evaluation = judge.plans._evaluation
+        evaluation = judge.plans._pending
         assert evaluation is not None
         tokens = tuple(130.0 if one.reason == best else 104.0 for one in evaluation.plans)
         judge.plans.handle(PlansEvaluated(asked[0].number, bytes(16), 100.0, tokens), now + 1.0)
@@ -333,7 +333,7 @@ def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -
     assert judge.hears(many, 109.0) == []  # no plan is new
     last = max(many)
     (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
-    evaluation = judge.plans._evaluation
+    evaluation = judge.plans._pending
     assert evaluation is not None
     assert {one.reason for one in evaluation.plans} == {*map(str, range(2 * MAX_PLANS, 3 * MAX_PLANS - 1)), "again"}
 
@@ -352,8 +352,8 @@ def test_new_names_displace_no_plan_of_those_that_have_been_here_for_long_and_st
     judge.plans.roster = InRoster(ages)
     proposals = {name: plan(time=100.0 if name != "old" else 50.0, reason=name) for name in [*ages, "stranger"]}
     judge.hears(proposals, 100.0)
-    assert judge.plans._evaluation is not None
-    kept = {one.reason for one in judge.plans._evaluation.plans}
+    assert judge.plans._pending is not None
+    kept = {one.reason for one in judge.plans._pending.plans}
     assert len(kept) == MAX_PLANS
     assert "old" in kept
     assert "stranger" not in kept
@@ -373,7 +373,7 @@ def test_a_plan_of_a_time_to_come_is_left_out() -> None:
 
 def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
-    asked = plans._evaluate(EVEN, searches=True)
+    asked = plans._begin_evaluation(EVEN, searches=True)
     found = evaluate_plans(asked)
     spans: Spans = tuple((peer, one.held.start, one.held.stop) for peer, one in EVEN.items())
     better = replace(found, found=spans, found_tokens=1.01 * found.stay_tokens)
@@ -550,7 +550,7 @@ def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
 
 def test_an_answer_to_an_older_question_says_nothing() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
-    plans._evaluate(EVEN, searches=True)
+    plans._begin_evaluation(EVEN, searches=True)
     assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
     assert plans.adopted is None
 

@@ -76,5 +76,5 @@ def test_after_a_plan_was_adopted_speeds_alone_lead_to_no_search_for_a_while() -
 def test_an_evaluation_tells_the_change_that_led_to_it_once() -> None:
     search = schedule()
     search.observe(SLOWER, 10.0)
-    assert search.evaluated(SLOWER) == "1 faster or slower"
+    assert search.begin(SLOWER) == "1 faster or slower"
     assert (search.at, search.change) == (None, "")

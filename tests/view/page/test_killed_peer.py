@@ -1,4 +1,7 @@
-"""A real peer's page in a real browser: another peer is killed, and the page says so."""
+"""A real peer's page in a real browser: another peer is killed, and the page says so.
+
+By day test_browser.py shows the same from a journal, and tests/commands/test_endings.py a real peer that falls silent.
+"""
 
 import signal
 
@@ -9,6 +12,7 @@ from tests.commands.peer_processes import TINY, Peers, exchanged
 
 
 @pytest.mark.swarm
+@pytest.mark.night
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver; apt-get has both")
 def test_a_peer_that_is_killed_shows_in_another_one_s_page(peers: Peers) -> None:
     peers.start("a", *TINY, "--dashboard", "0")
