@@ -46,6 +46,7 @@ from decentral.core.units import Seconds
 MOST_HELD = 4  # at most MOST_HELD * `capacity` executions are at this peer, including those that await a decision
 KEPT_PART = 8  # at most 1 / KEPT_PART of the memory is reserved for executions that enter at later layers
 ROUNDING = 1e-6
+OWN_TIMES = 2.0  # our micro-batches stay longer than others', so this many times our part of them may be in flight
 SHARE = 0.9  # we give up after this fraction of the sender's waiting time, so that it can still try another peer
 MOST_ASKERS = 8  # at most this many peers may request one execution; more than MAX_TRIES (comm/pipeline/forwarding.py)
 GRACE_S = 1.0  # gradients are held this long after the origin peer's time limit, since its decision may be on its way
@@ -263,8 +264,9 @@ class Admission:
         if first == 0:
             return own + more <= most
         usual = own / own_count if own_count else 1.0
-        # Reserve memory for our own micro-batches, since no other peer can begin them.
-        wanted = min(self.window.size * usual, capacity - kept) - own
+        # Reserve memory for our part of the micro-batches that are begun, since no other peer can begin them.
+        part = min(1.0, OWN_TIMES * self.forwarding.begun_part)
+        wanted = part * min(self.window.size * usual, capacity - kept) - own
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
 
@@ -321,7 +323,8 @@ class OwnMicroBatches:
         if not self.admission.active or self.admission.draining or elsewhere or reaches_the_end:
             return jobs
         own = sum(execution.own for execution in self.table.by_local_id.values())
-        while self.quota != 0 and self.admission.may_begin(own):
+        others = len(self.table.by_local_id) - own
+        while self.quota != 0 and self.admission.may_begin(own) and self._is_our_turn(own, others):
             last = self.forwarding.choose_end(0)
             if last < stage.layers and not self.forwarding.view.successors(last):
                 self.look_at = now + SUCCESSOR_RETRY_S
@@ -332,6 +335,19 @@ class OwnMicroBatches:
             own += 1
             self.quota = None if self.quota is None else self.quota - 1
         return jobs
+
+    def _is_our_turn(self, own: int, others: int) -> bool:
+        """Return whether one more of our micro-batches is no more than our part by the routing weights.
+
+        A device that computes its own micro-batches from the first layer on may be the only one that can compute the
+        later of its layers for others.
+
+        Args:
+            own: How many of our own micro-batches are in flight.
+            others: How many executions of others are at this peer. Without any, we may always begin.
+        """
+        part = self.forwarding.begun_part
+        return not others or own * (1 - part) < OWN_TIMES * part * others
 
     def _new(self, last: int, now: Seconds) -> OwnExecution:
         execution = OwnExecution(

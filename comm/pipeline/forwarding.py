@@ -96,6 +96,18 @@ class Forwarding:
         costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
         return self._ends.setdefault(first, StrideScheduler()).choose(costs)[0] if costs else self.stage.last
 
+    @property
+    def begun_part(self) -> float:
+        """Return which part of our executions begin at the first layer by the routing weights.
+
+        The result is 1.0 without weights, and in a synchronous run, in which rounds say how many micro-batches begin.
+        """
+        if self.stage.synchronous:
+            return 1.0
+        rates = {first: sum(ends.values()) for first, ends in self.view.weights.ends.items()}
+        total = sum(rates.values())
+        return rates.get(0, 0.0) / total if total else 1.0
+
     def usual_end(self, first: int) -> int:
         """Return the layer at which most executions that begin with layer `first` leave this peer."""
         ends = self.view.weights.ends.get(first, {})

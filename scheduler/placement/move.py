@@ -40,7 +40,7 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed move is not repeated sooner
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
-DRAIN_MOST_S = 30.0  # running micro-batches that take longer make a move fail or, if others rely on it, are given up
+DRAIN_MOST_S = 30.0  # running micro-batches that take longer are given up in a move by a plan; others fail (`gives_up`)
 LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as it has granted one (`_brings`)
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
@@ -222,10 +222,10 @@ class SpanMove:
         return self.phase in (MovePhase.DRAINING, MovePhase.SWITCHING)
 
     def gives_up(self, now: Seconds) -> bool:
-        """Return whether executions that have not finished in time must be given up, as others rely on the move."""
+        """Return whether executions that have not finished in time must be given up, as others wait for the move."""
         if self.phase is not MovePhase.DRAINING or now < self._drain_until:
             return False
-        return self._brings(now) or not all(map(self.view.holders, {*self.target} - {*self.held}))
+        return self.why == "plan" or self._brings(now) or not all(map(self.view.holders, {*self.target} - {*self.held}))
 
     @property
     def needed(self) -> int:

@@ -25,8 +25,9 @@ one of these peers publishes a later change, the plan is not followed any more, 
 **Search.** A peer searches for a better plan when the swarm has changed: a peer has joined or left, or says that its
 speed or memory has changed (`Profile.changed`). It first waits for a pause, so that measurements catch up, and for a
 random back-off, so that mostly one peer proposes a plan before others search. While a layer has no holder, nothing is
-planned, as recovery takes it over (scheduler/placement/recover.py). If recovery is stuck, a search is due soon, and any
-plan in which all layers have holders is better than staying.
+planned, as recovery takes it over (scheduler/placement/recover.py). If recovery is stuck, a search is due soon, and
+again when a peer comes or goes. Then any plan in which all layers have holders is better than staying, so a peer that
+hears of a plan evaluates it before it searches.
 """
 
 import operator
@@ -61,7 +62,7 @@ from decentral.scheduler.throughput.link_limits import TokenLinks
 SENIOR_S = HORIZON_S  # all proposers that have been in the roster for at least this long have equal rank
 PLAN_S = HORIZON_S  # plans older than this are dropped
 PLAN_LOOKUP_S = 4.0
-FIRST_MOVE_WAIT_S = 6.0  # after adopting a plan, a peer waits this long before it moves, in case a better plan arrives
+FIRST_MOVE_WAIT_S = 6.0  # peers begin to move when a plan is this old, as by then they know a better one, if any
 TIES_S = 10.0  # equal plans are ranked by their date, rounded down to a multiple of this, then by digest
 PLAN_RETRY_S = 3.0  # between two tries to move, a peer waits a random time, from this to twice this
 EVALUATE_AGAIN_S = 10.0  # the same plans are evaluated again no sooner than this
@@ -130,6 +131,7 @@ class SearchSchedule:
     _backoff_s: Seconds = 0.0
     _rest_until: Seconds = 0.0
     _stuck_again_at: Seconds = 0.0
+    _stuck: frozenset[PeerId] = frozenset()  # the peers for which `hasten` last scheduled a search
 
     def is_due(self, now: Seconds) -> bool:
         """Return whether a search is due."""
@@ -147,11 +149,11 @@ class SearchSchedule:
             if not same or any(_differ(before[peer], members[peer], STEADY_TIMES) for peer in before):
                 self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
 
-    def hasten(self, now: Seconds) -> None:
-        """Schedule a search soon, because recovery is stuck; do nothing if this happened within STUCK_AGAIN_S."""
-        if now < self._stuck_again_at:
+    def hasten(self, peers: Collection[PeerId], now: Seconds) -> None:
+        """Schedule a search soon, because recovery is stuck; for the same peers at most once in STUCK_AGAIN_S."""
+        if now < self._stuck_again_at and self._stuck == frozenset(peers):
             return
-        self._stuck_again_at = now + STUCK_AGAIN_S
+        self._stuck_again_at, self._stuck = now + STUCK_AGAIN_S, frozenset(peers)
         self.change = self.change or "layers without a holder"
         due = now + PLAN_PAUSE_S + PLAN_BACKOFF_S * self.chance.random()
         self.at = due if self.at is None else min(self.at, due)
@@ -250,9 +252,9 @@ class SwarmPlans:
             self.adopted = None
         self.search.observe(members, now)
         if stuck:
-            self.search.hasten(now)
+            self.search.hasten(members, now)
         self.all_held = self._hold_all(swarm)
-        searches = self.search.is_due(now)
+        searches = self.search.is_due(now) and not (stuck and self._has_new)  # any plan is better than none
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._last.spans
         unsettled = changed or self._last.was_changed or not self._is_carried_out(spans)
@@ -350,7 +352,7 @@ class SwarmPlans:
             return []
         if follows:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
-        self.adopted, self._move_at = best, now + FIRST_MOVE_WAIT_S
+        self.adopted, self._move_at = best, max(now, min(now, best.time) + FIRST_MOVE_WAIT_S)
         self.search.adopted(asked.members, now)
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]

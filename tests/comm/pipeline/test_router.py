@@ -784,6 +784,28 @@ def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_
     assert len(origin.executions) == 12
 
 
+@pytest.mark.parametrize(("begins", "accepted", "begun"), [(15.0, 2, 1), (1.0, 14, 0)])
+def test_an_origin_peer_leaves_to_others_the_part_of_its_memory_and_time_that_the_weights_give_them(
+    begins: float, accepted: int, begun: int
+) -> None:
+    """Of two origin peers, the one that alone had a later layer, too, filled it with micro-batches of its own."""
+    world = World(CUTS)
+    world.add("C", 3, 4)
+    origin = world.add("A", 0, 3, capacity=16).routes
+    origin.load.view.weights = RoutingWeights(ends={0: {3: begins}, 1: {3: 16.0 - begins}})
+    origin.window.size, effects = 16, list[Effect]()
+    origin.start()
+    for number in range(24):
+        request = ForwardRequest(RUN, f"B{number}", number, 1, 1, 5.0, 20.0, layout(1, 1))
+        origin.handle(Asked(number, PeerId("B"), Envelope(request, bytes(20))), 0.0)
+    assert sum(not one.own for one in origin.executions.values()) == accepted
+    for execution in list(origin.executions.values())[2:]:
+        origin.executions.pop(execution.local_id)
+    for token in list(origin.executions):
+        effects += origin.handle(jobs.ForwardDone(token, 1, 3, TOKENS, layout(3, 1), bytes(20)), 1.0)
+    assert sum(isinstance(one, jobs.Draw) for one in effects) == begun
+
+
 def test_who_begins_an_execution_in_another_s_name_chooses_nothing_of_it() -> None:
     """A peer named the next micro-batches of another to the holders of the next layers, with activations of its own:
     the origin peer got gradients for those, and its audits blamed the holders."""

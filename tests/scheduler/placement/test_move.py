@@ -447,6 +447,20 @@ def test_a_peer_whose_promise_lets_another_give_up_layers_moves_even_if_its_exec
     assert swarm["A"].held == range(2, 4)
 
 
+def test_a_peer_moves_by_a_plan_even_if_its_executions_do_not_end() -> None:
+    """Else it drained for 30 s again and again, and the peer that waited for it never moved."""
+    swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
+    swarm.plan = {PeerId("B"): range(1, 3)}
+    swarm.follow_plan("B")
+    swarm.deliver_all()
+    swarm.wake("B", DRAIN_MOST_S - 1)
+    assert not swarm["B"].gives_up(swarm.now)
+    swarm.wake("B", 1.0)
+    assert swarm["B"].gives_up(swarm.now)
+    swarm.arrive("B")
+    assert swarm.said("B") == [("done", "")]
+
+
 def test_without_a_plan_single_holders_exchange_nothing() -> None:
     swarm = exchange()
     swarm.begin("B", range(0, 2))

@@ -187,12 +187,16 @@ class Judge:
         self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
 
     def hears(
-        self, proposals: dict[str, SwarmPlan], now: float, members: dict[PeerId, TrainingPeer] = EVEN
+        self,
+        proposals: dict[str, SwarmPlan],
+        now: float,
+        members: dict[PeerId, TrainingPeer] = EVEN,
+        stuck: bool = False,
     ) -> list[EvaluatePlans]:
         key = key_of(RUN)
         values = {name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in proposals.items()}
         self.plans.handle(Found(key, values), now)
-        return [effect for effect in self.plans.review(members, now) if isinstance(effect, EvaluatePlans)]
+        return [effect for effect in self.plans.review(members, now, stuck) if isinstance(effect, EvaluatePlans)]
 
     def judges(
         self,
@@ -476,6 +480,28 @@ def test_where_no_move_gives_a_layer_a_holder_a_plan_of_several_moves_does() -> 
     (asked,) = (one for one in effects if isinstance(one, EvaluatePlans))
     plans.handle(evaluate_plans(asked), 180.0)
     assert sorted(i for span in plans.planned_spans(tight) for i in span) == [0, 1, 2, 3]
+
+
+def test_a_stuck_peer_evaluates_a_plan_that_it_hears_of_before_it_searches() -> None:
+    judge, tight = Judge(), {peer: one for peer, one in EVEN.items() if peer in ("A", "B")}
+    assert judge.hears({}, 100.0, tight, stuck=True) == []
+    assert judge.plans.search.at is not None
+    (asked,) = judge.hears({"B": moving("B")}, judge.plans.search.at, tight, stuck=True)
+    assert asked.proposals
+    assert not asked.searches
+    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 0.0, (0.0,)), 110.0)
+    (asked,) = judge.hears({}, 110.0, tight, stuck=True)
+    assert asked.searches
+
+
+def test_peers_that_hear_late_of_a_plan_begin_to_move_when_the_others_do() -> None:
+    """Each peer waited from when it had adopted the plan: single holders that exchanged layers waited for the last."""
+    for known_for_s in (0.0, 4.0, FIRST_MOVE_WAIT_S, 100.0):
+        judge, proposed_at = Judge(), 101.0 - known_for_s
+        judge.judges({"B": moving("A", reason="B", time=proposed_at)}, {"B": 100.0}, 100.0)
+        due_at = max(101.0, proposed_at + FIRST_MOVE_WAIT_S)
+        assert judge.plans.due_move(range(0, 2), due_at - 0.1) is None
+        assert judge.plans.due_move(range(0, 2), due_at) == range(2, 4)
 
 
 def test_takers_of_a_layer_are_those_that_the_plan_gives_it_to_and_that_are_there() -> None:

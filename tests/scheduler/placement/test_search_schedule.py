@@ -13,6 +13,7 @@ from decentral.scheduler.placement.plans import (
     PLAN_BACKOFF_S,
     PLAN_PAUSE_S,
     REPLAN_REST_S,
+    STUCK_AGAIN_S,
     SearchSchedule,
 )
 
@@ -78,3 +79,15 @@ def test_an_evaluation_tells_the_change_that_led_to_it_once() -> None:
     search.observe(SLOWER, 10.0)
     assert search.begin(SLOWER) == "1 faster or slower"
     assert (search.at, search.change) == (None, "")
+
+
+def test_a_stuck_swarm_is_searched_soon_and_again_as_soon_as_a_peer_joins() -> None:
+    """The last of six peers that all were needed joined just after a search, and the next one came 20 s later."""
+    search = schedule()
+    for now, members, due in ((10.0, PAIR, True), (12.0, PAIR, False), (13.0, {**PAIR, C: MEMBER}, True)):
+        search.hasten(members, now)
+        latest = now + PLAN_PAUSE_S + PLAN_BACKOFF_S
+        assert (search.at is not None and search.at <= latest) is due
+        search.begin(members)
+    search.hasten({**PAIR, C: MEMBER}, 13.0 + STUCK_AGAIN_S)
+    assert search.at is not None
