@@ -137,3 +137,33 @@ def test_a_merge_of_few_is_remembered(partners: dict[str, Tensor]) -> None:
     counted = CountedWindows()
     assert merged(counted, OURS, **partners) == [1.0] * len(partners)
     assert merged(counted, window(4), b=OURS, c=C) == [0.0, 1.0]
+
+
+def credited(noise: float, windows: int) -> list[float]:
+    """The tokens credited after so many windows to two honest partners, one of them fast, and to a liar that claims as
+    much as the fast one for a copy of the other one's window under noise of this length."""
+    counted, peers, found = CountedWindows(), [PeerId("slow"), PeerId("fast"), PeerId("liar")], []
+    for number in range(windows):
+        ours, slow, fast, blur = (window(4 * number + at, 0.3 * (at < 3)) for at in range(4))
+        partners = [*zip(peers, (slow, 3 * fast, slow + noise * blur), strict=True)]
+        counted.copied_parts(ours, partners, KNOWN)
+        found = counted.claims(peers, [USUAL, 4 * USUAL, 4 * USUAL], USUAL)
+    return found
+
+
+def test_who_often_sends_copies_under_much_noise_is_credited_with_the_usual_tokens_at_most() -> None:
+    """Twice as long noise hid the copy in each merge, and four times the usual tokens gave the noise half of it."""
+    assert credited(noise=2.0, windows=20) == pytest.approx([USUAL, 4 * USUAL, USUAL])
+
+
+def test_a_few_windows_that_are_alike_cost_no_tokens() -> None:
+    assert credited(noise=2.0, windows=4) == [USUAL, 4 * USUAL, 4 * USUAL]
+
+
+def test_the_memory_of_copies_lasts_where_what_is_copied_is_not_in_a_merge() -> None:
+    counted, liar, peers = CountedWindows(), PeerId("liar"), [PeerId("A"), PeerId("liar")]
+    for number in range(20):
+        ours, original, other, blur = (window(4 * number + at, 0.3 * (at < 3)) for at in range(4))
+        beside = original if number % 3 else other
+        counted.copied_parts(ours, [(peers[0], beside), (liar, original + 2 * blur)], KNOWN)
+    assert counted.claims([liar], [4 * USUAL], USUAL)[0] < 2 * USUAL
