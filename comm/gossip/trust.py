@@ -5,14 +5,14 @@ whose own window has the pseudo-gradient q_0 and n_0 tokens merges partners with
 
     phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i near(|phi - phi_i|) (phi - phi_i)
     s_i     = min(MOST_SHARE, t_i c_i / (n_0 + sum_j t_j c_j))                     share of the merge
-    t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i      trust in the window, from 0 to 1
+    t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i seldom_i      trust, from 0 to 1
     c_i     = min(tokens_i, explained_i, copied_i, often_i, TIMES_USUAL_TOKENS usual tokens)     tokens credited
     clip(x) = min(1, TIMES_USUAL usual(x) / x)
     near(x) = clip(x), but falling to 0 between TIMES_NEAR and 2 TIMES_NEAR usual(x)
 
 tokens_i is the claim after `TokenClaims` has bounded it. copied_i is the claim of the window that i's window copies or,
-if larger, the usual claim. often_i is the usual claim for a partner whose windows are often alike to others' windows,
-else unlimited (`CountedWindows.claims`). comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and near
+if larger, the usual claim. seldom_i and often_i are bounds for partners that often resemble others
+(`CountedWindows.often_copied`). comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and near
 (`nearness`); `Outliers` in that file computes not_far_i and a_i, the trust in slow weights. If our window has no
 tokens, t_i = 1 and c_i = tokens_i.
 
@@ -30,13 +30,14 @@ with invitations, 0.2% of the time (docs/results/security.md). decentral/sim/lia
                                                            zero 1.012, 1.002
     new, copied  the same window counts once               copied 1.055, 1.005    0.3 ms in each merge; loss: 0.988 to
                                                            belated 1.029, 1.008   1.008
+    seldom,      no lasting resemblance to others          blurred 1.030, 1.016   no honest partner's weight
+    often
     a, not_far   slow weights near the median              hidden 1.164, 1.004    1.8 ms in a merge with slow weights of
                  (1803.01498)                              astray 1.413, 1.001    4 partners, 18 ms with 16; loss: 0.999
     s, clip      bounds from honest training               tokens 1.89, 1.001     not measured alone
                  (2202.01545, 2012.10333)                  grown 410, 0.999
 
-A copy hidden under noise of twice its length (`blurred`) raises the loss by 3.8%; no factor prevents this attack. A
-restart loses what the factors know of earlier windows; with_us, s and clip use no earlier windows.
+A restart loses what the factors know of earlier windows; with_us, s and clip use no earlier windows.
 """
 
 from collections import deque
@@ -60,6 +61,7 @@ from decentral.comm.gossip.influence import (
     Experience,
     Outliers,
     chance_of,
+    part_that_is_allowed,
 )
 from decentral.comm.gossip.update_rules import PulledWindow, Window
 from decentral.core import rng
@@ -84,7 +86,6 @@ DIFFERENT = 0.3  # two windows whose copy measure (see `CopiedParts`) is smaller
 SAME = 0.5  # two windows whose copy measure (see `CopiedParts`) is larger count as one window
 BY_CHANCE = 3.0  # this many chance levels are added to the usual cosine, as small models have large cosines by chance
 SELDOM = 0.1  # up to this mean copy measure over many windows, a partner is credited with all tokens that it claims
-OFTEN = 0.2  # from this mean on, a partner is credited with no more than the usual claim
 MERGES_KEPT = 8  # copies of windows of the last MERGES_KEPT merges are recognised; older windows would help no attacker
 
 
@@ -285,16 +286,17 @@ class CountedWindows:
     merges: deque[tuple[list[PeerId | None], Tensor]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
     measures: PartnerMeans = field(default_factory=PartnerMeans)  # of each partner's largest copy measure in a merge
 
-    def claims(self, peers: Sequence[PeerId], tokens: Sequence[float], usual: float) -> list[float]:
-        """Return the tokens credited to each partner, given the `tokens` that each claims and the `usual` claim.
+    def often_copied(self, peer: PeerId, claim: float, usual: float) -> tuple[float, float]:
+        """Return the tokens credited to a partner, and a factor (1/2 to 1) of its trust, by its earlier windows.
 
         A copy under noise that is twice as long is hardly a copy in one merge, and not at all where its original is
-        missing. But its mean copy measure over many windows is above OFTEN. That of honest partners that claim more
-        than is usual is below 0.01, in swarms of up to ten times unequal speeds, and such partners lose nothing.
+        missing. But its mean copy measure over many windows is 0.2 to 0.45, and that of the peers that it copies below
+        0.2. Above SELDOM, claims count less by which they exceed the `usual` claim; above 2 SELDOM, trust falls. Honest
+        partners with such claims have means below 0.01, also if they are ten times as fast.
         """
-        means = self.measures.means()
-        often = [min(1.0, max(0.0, (means.get(peer, 0.0) - SELDOM) / (OFTEN - SELDOM))) for peer in peers]
-        return [min(claim, usual / one) if one else claim for claim, one in zip(tokens, often, strict=True)]
+        mean = self.measures.means().get(peer)
+        more = max(0.0, claim - usual) * part_that_is_allowed(mean, SELDOM)
+        return min(claim, usual + more), 0.5 + 0.5 * part_that_is_allowed(mean, 2 * SELDOM)
 
     def copied_parts(
         self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
@@ -411,8 +413,8 @@ class PartnerHistory:
         heard = [at for at, counts in enumerate(trust) if counts]
         common = self.agreement.common.usual_at_most()
         copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
-        believed, fresh = copies.claims([claims[at] for at in heard], usual), [0.0] * len(partners)
-        believed = self.counted.claims([by_peer[at][0] for at in heard], believed, usual)
-        for at, new, claim in zip(heard, copies.new(), believed, strict=True):
-            trust[at], claims[at], fresh[at] = trust[at] * new, claim, new
+        credited, fresh = copies.claims([claims[at] for at in heard], usual), [0.0] * len(partners)
+        for at, new, claim in zip(heard, copies.new(), credited, strict=True):
+            claims[at], seldom = self.counted.often_copied(partners[at].peer, claim, usual)
+            trust[at], fresh[at] = trust[at] * seldom * new, new
         return claims, trust, fresh
