@@ -356,7 +356,7 @@ def copied_parts(
             [1.0 if one == other else _copied(measure) for other, measure in enumerate(row)]
             for one, row in enumerate(among_partners)
         ],
-        [max(measure, *row) for measure, row in zip(counted, among_partners, strict=True)],
+        [max([measure, *row]) for measure, row in zip(counted, among_partners, strict=True)],
     )
 
 
