@@ -30,7 +30,7 @@ with invitations, 0.2% of the time (docs/results/security.md). decentral/sim/lia
                                                            zero 1.012, 1.002
     new, copied  the same window counts once               copied 1.055, 1.005    0.3 ms in each merge; loss: 0.988 to
                                                            belated 1.029, 1.008   1.008
-    seldom,      no lasting resemblance to others          blurred 1.030, 1.016   no honest partner's weight
+    seldom,      no lasting resemblance to others          blurred 1.030, 1.016   at most 0.2 of a slow device's trust
     often
     a, not_far   slow weights near the median              hidden 1.164, 1.004    1.8 ms in a merge with slow weights of
                  (1803.01498)                              astray 1.413, 1.001    4 partners, 18 ms with 16; loss: 0.999
@@ -291,8 +291,9 @@ class CountedWindows:
 
         A copy under noise that is twice as long is hardly a copy in one merge, and not at all where its original is
         missing. But its mean copy measure over many windows is 0.2 to 0.45, and that of the peers that it copies below
-        0.2. Above SELDOM, claims count less by which they exceed the `usual` claim; above 2 SELDOM, trust falls. Honest
-        partners with such claims have means below 0.01, also if they are ten times as fast.
+        0.26. Above SELDOM, claims above the `usual` one count less; above 2 SELDOM, trust falls. The mean of honest
+        equal partners is at most 0.05; at speeds of 1 to 1/10 it is 0.01 for the fastest, and up to 0.28 for slow ones,
+        which lose a fifth of their trust then.
         """
         mean = self.measures.means().get(peer)
         more = max(0.0, claim - usual) * part_that_is_allowed(mean, SELDOM)
