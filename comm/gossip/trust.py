@@ -5,13 +5,14 @@ whose own window has the pseudo-gradient q_0 and n_0 tokens merges partners with
 
     phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i near(|phi - phi_i|) (phi - phi_i)
     s_i     = min(MOST_SHARE, t_i c_i / (n_0 + sum_j t_j c_j))                     share of the merge
-    t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i      trust in the window, from 0 to 1
-    c_i     = min(tokens_i, explained_i, copied_i, TIMES_USUAL_TOKENS usual tokens)     tokens credited
+    t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i seldom_i      trust, from 0 to 1
+    c_i     = min(tokens_i, explained_i, copied_i, often_i, TIMES_USUAL_TOKENS usual tokens)     tokens credited
     clip(x) = min(1, TIMES_USUAL usual(x) / x)
     near(x) = clip(x), but falling to 0 between TIMES_NEAR and 2 TIMES_NEAR usual(x)
 
 tokens_i is the claim after `TokenClaims` has bounded it. copied_i is the claim of the window that i's window copies or,
-if larger, the usual claim. comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and near
+if larger, the usual claim. seldom_i and often_i are bounds for partners that often resemble others
+(`CountedWindows.often_copied`). comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and near
 (`nearness`); `Outliers` in that file computes not_far_i and a_i, the trust in slow weights. If our window has no
 tokens, t_i = 1 and c_i = tokens_i.
 
@@ -21,11 +22,11 @@ The rules, by factor, and their sources (docs/results/security.md measures what 
     unbiased     no lasting difference from ours in one direction (arXiv 1902.06156; history: 2012.10333)
     useful       some common progress over windows
     new, copied  the same window counts once
+    seldom, often no lasting resemblance to others, as of a copy hidden under noise
     not_far, a   slow weights near the median (arXiv 1803.01498)
     s, clip      bounds from honest training (arXiv 2202.01545, 2012.10333)
 
-No factor prevents a copy hidden under noise of twice its length (`blurred` in decentral/sim/liars.py). A restart loses
-what the factors know of earlier windows; with_us, s and clip use no earlier windows.
+A restart loses what the factors know of earlier windows; with_us, s and clip use no earlier windows.
 """
 
 from collections import deque
@@ -49,6 +50,7 @@ from decentral.comm.gossip.influence import (
     Experience,
     Outliers,
     chance_of,
+    part_that_is_allowed,
 )
 from decentral.comm.gossip.update_rules import PulledWindow, Window
 from decentral.core import rng
@@ -72,6 +74,7 @@ WHOLE = 0.2  # a partner has full weight if its mean cosine with us is at least 
 DIFFERENT = 0.3  # two windows whose copy measure (see `CopiedParts`) is smaller are not copies of each other
 SAME = 0.5  # two windows whose copy measure (see `CopiedParts`) is larger count as one window
 BY_CHANCE = 3.0  # this many chance levels are added to the usual cosine, as small models have large cosines by chance
+SELDOM = 0.1  # up to this mean copy measure over many windows, a partner is credited with all tokens that it claims
 MERGES_KEPT = 8  # copies of windows of the last MERGES_KEPT merges are recognised; older windows would help no attacker
 
 
@@ -130,6 +133,24 @@ class WindowSample:
 
 
 @dataclass(slots=True)
+class PartnerMeans:
+    """Mean of a figure of each partner over about 20 of its windows; the newest window has the largest weight."""
+
+    sums: dict[PeerId, tuple[float, float]] = field(default_factory=dict)  # weighted sum of figures, sum of weights
+
+    def add(self, figures: Sequence[tuple[PeerId, float]]) -> None:
+        """Record the figure of one more window of each of these partners."""
+        for peer, found in figures:
+            total, windows = self.sums.get(peer, (0.0, 0.0))
+            known = KEPT * total + found, KEPT * windows + 1.0
+            keep_latest(self.sums, peer, known, max(MOST_KNOWN, len(figures)))
+
+    def means(self) -> dict[PeerId, float]:
+        """Return the mean of each partner with at least WINDOWS_NEEDED windows."""
+        return {peer: total / windows for peer, (total, windows) in self.sums.items() if windows >= WINDOWS_NEEDED}
+
+
+@dataclass(slots=True)
 class CommonProgress:
     """Detector of partners whose progress in one fragment has nothing in common with ours over many windows.
 
@@ -139,34 +160,28 @@ class CommonProgress:
     has a low mean, so a partner has full weight if its mean is at least a fifth of the median partner's mean.
     """
 
-    sums: dict[PeerId, tuple[float, float]] = field(default_factory=dict)  # weighted sum of cosines, sum of weights
+    cosines: PartnerMeans = field(default_factory=PartnerMeans)
 
     def useful(self, cosines: Sequence[tuple[PeerId, float]], chance: float) -> list[float]:
         """Record the cosine of each partner's pseudo-gradient with ours, and return how much each counts, from 0 to 1.
 
         While the median of the partners' mean cosines is below the chance level `chance`, all partners count 1.
         """
-        for peer, found in cosines:
-            total, windows = self.sums.get(peer, (0.0, 0.0))
-            known = KEPT * total + found, KEPT * windows + 1.0
-            keep_latest(self.sums, peer, known, max(MOST_KNOWN, len(cosines)))
-        means, usual = self._means(), self.usual()
+        self.cosines.add(cosines)
+        means, usual = self.cosines.means(), self.usual()
         if usual is None or usual < chance:
             return [1.0] * len(cosines)
         return [min(1.0, max(0.0, means.get(peer, usual) / (WHOLE * usual))) for peer, _ in cosines]
 
     def usual(self) -> float | None:
         """Return the lower median of the partners' mean cosines with us; None if no partner can be judged yet."""
-        means = self._means()
+        means = self.cosines.means()
         return median_low(means.values()) if means else None
 
     def usual_at_most(self) -> float | None:
         """Return the upper median of the partners' mean cosines with us; of two partners, it is the larger mean."""
-        means = self._means()
+        means = self.cosines.means()
         return median_high(means.values()) if means else None
-
-    def _means(self) -> dict[PeerId, float]:
-        return {peer: total / windows for peer, (total, windows) in self.sums.items() if windows >= WINDOWS_NEEDED}
 
 
 @dataclass(slots=True)
@@ -232,6 +247,7 @@ class CopiedParts(NamedTuple):
 
     counted: list[float]  # for each partner: how far its window copies ours, or another peer's in an earlier merge
     others: list[list[float]]  # [i][j]: how far the windows of partners i and j are copies of each other; 1 if i = j
+    most: list[float]  # for each partner: its window's largest copy measure beside all others, at least 0
 
     def new(self) -> list[float]:
         """Return a factor (0 to 1) for each partner's weight; the factors of a window and its copies sum to 1."""
@@ -257,6 +273,20 @@ class CountedWindows:
     """
 
     merges: deque[tuple[list[PeerId | None], Tensor]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
+    measures: PartnerMeans = field(default_factory=PartnerMeans)  # of each partner's largest copy measure in a merge
+
+    def often_copied(self, peer: PeerId, claim: float, usual: float) -> tuple[float, float]:
+        """Return the tokens credited to a partner, and a factor (1/2 to 1) of its trust, by its earlier windows.
+
+        A copy under noise that is twice as long is hardly a copy in one merge, and not at all where its original is
+        missing. But its mean copy measure over many windows is 0.2 to 0.45, and that of the peers that it copies below
+        0.26. Above SELDOM, claims above the `usual` one count less; above 2 SELDOM, trust falls. The mean of honest
+        equal partners is at most 0.05; at speeds of 1 to 1/10 it is 0.01 for the fastest, and up to 0.28 for slow ones,
+        which lose a fifth of their trust then.
+        """
+        mean = self.measures.means().get(peer)
+        more = max(0.0, claim - usual) * part_that_is_allowed(mean, SELDOM)
+        return min(claim, usual + more), 0.5 + 0.5 * part_that_is_allowed(mean, 2 * SELDOM)
 
     def copied_parts(
         self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
@@ -268,6 +298,7 @@ class CountedWindows:
         peers, vectors = [peer for peer, _ in partners], [vector for _, vector in partners]
         merge = normalize(torch.stack([vector[:COMPARED_NUMBERS] for vector in (window, *vectors)]), dim=1)
         found = copied_parts(window, vectors, known, self._most_alike(peers, merge[1:]))
+        self.measures.add([*zip(peers, found.most, strict=True)])
         fresh = [0, *(at for at, new in enumerate(found.new(), start=1) if new)]
         counted = merge if len(fresh) == len(merge) else merge[fresh]
         self.merges.append(([[None, *peers][at] for at in fresh], counted))
@@ -303,23 +334,30 @@ def copied_parts(
     if known is not None and count > 1:
         among = median_low([cosines[one][other] for one in range(count + 1) for other in range(one)])
         usual = max(known, among) + chance
-    ours = [row[0] for row in cosines[1:]]
-    counted = ours if before is None else map(max, ours, before)
+    earlier = before or [-1.0] * count
+    counted = [_measure(max(row[0], found), usual) for row, found in zip(cosines[1:], earlier, strict=True)]
+    among_partners = [
+        [0.0 if one == other else _measure(row[other], usual) for other in range(1, count + 1)]
+        for one, row in enumerate(cosines[1:], start=1)
+    ]
     return CopiedParts(
-        [_copied(cosine, usual) for cosine in counted],
+        [_copied(measure) for measure in counted],
         [
-            [1.0 if one == other else _copied(row[other], usual) for other in range(1, count + 1)]
-            for one, row in enumerate(cosines[1:], start=1)
+            [1.0 if one == other else _copied(measure) for other, measure in enumerate(row)]
+            for one, row in enumerate(among_partners)
         ],
+        [max([measure, *row]) for measure, row in zip(counted, among_partners, strict=True)],
     )
 
 
-def _copied(cosine: float, usual: float) -> float:
-    """Return how far two windows are copies of each other, from 0 (different) to 1; 0 if `usual` is 1 or more."""
-    if usual >= 1.0:
-        return 0.0
-    above = (cosine - usual) / (1.0 - usual)
-    return min(1.0, max(0.0, (above - DIFFERENT) / (SAME - DIFFERENT)))
+def _measure(cosine: float, usual: float) -> float:
+    """Return the copy measure of two windows with this cosine, at least 0; 0 if `usual` is 1 or more."""
+    return max(0.0, (cosine - usual) / (1.0 - usual)) if usual < 1.0 else 0.0
+
+
+def _copied(measure: float) -> float:
+    """Return how far two windows are copies of each other, from 0 (different) to 1, given their copy measure."""
+    return min(1.0, max(0.0, (measure - DIFFERENT) / (SAME - DIFFERENT)))
 
 
 @dataclass(slots=True)
@@ -365,7 +403,8 @@ class PartnerHistory:
         heard = [at for at, counts in enumerate(trust) if counts]
         common = self.agreement.common.usual_at_most()
         copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
-        believed, fresh = copies.claims([claims[at] for at in heard], usual), [0.0] * len(partners)
-        for at, new, claim in zip(heard, copies.new(), believed, strict=True):
-            trust[at], claims[at], fresh[at] = trust[at] * new, claim, new
+        credited, fresh = copies.claims([claims[at] for at in heard], usual), [0.0] * len(partners)
+        for at, new, claim in zip(heard, copies.new(), credited, strict=True):
+            claims[at], seldom = self.counted.often_copied(partners[at].peer, claim, usual)
+            trust[at], fresh[at] = trust[at] * seldom * new, new
         return claims, trust, fresh

@@ -39,8 +39,8 @@ class AllNew(CountedWindows):
     def copied_parts(
         self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
     ) -> CopiedParts:
-        count = range(len(partners))
-        return CopiedParts([0.0] * len(partners), [[float(one == other) for other in count] for one in count])
+        count, none = range(len(partners)), [0.0] * len(partners)
+        return CopiedParts(none, [[float(one == other) for other in count] for one in count], none)
 
 
 def no_history() -> PartnerHistory:

@@ -43,7 +43,7 @@ def test_only_so_many_partners_are_remembered() -> None:
     known = CommonProgress()
     for number in range(3 * MOST_KNOWN):
         known.useful([(PeerId(str(number)), 0.1)], CHANCE)
-    assert len(known.sums) == MOST_KNOWN
+    assert len(known.cosines.sums) == MOST_KNOWN
 
 
 def test_of_two_partners_a_useless_one_does_not_say_what_is_usual_between_windows() -> None:

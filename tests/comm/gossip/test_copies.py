@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.trust import MERGES_KEPT, CopiedParts, CountedWindows, copied_parts
+from decentral.comm.gossip.influence import token_shares
+from decentral.comm.gossip.trust import MERGES_KEPT, CopiedParts, CountedWindows, PartnerHistory, copied_parts
+from decentral.comm.gossip.update_rules import PulledWindow, Window
 from decentral.core.ids import PeerId
 
 SIZE = 4000
@@ -137,3 +139,55 @@ def test_a_merge_of_few_is_remembered(partners: dict[str, Tensor]) -> None:
     counted = CountedWindows()
     assert merged(counted, OURS, **partners) == [1.0] * len(partners)
     assert merged(counted, window(4), b=OURS, c=C) == [0.0, 1.0]
+
+
+def judged(noise: float, windows: int) -> list[tuple[float, float]]:
+    """The tokens credited after so many windows, and the trust: of two honest partners, one of them fast, and of a liar
+    that claims as much as the fast one for a copy of the other one's window under noise of this length.
+
+    Each third merge lacks the original."""
+    counted, peers = CountedWindows(), [PeerId("slow"), PeerId("fast"), PeerId("liar")]
+    for number in range(windows):
+        ours, slow, fast, blur, other = (window(5 * number + at, 0.3 * (at != 3)) for at in range(5))
+        partners = [other if number % 3 == 0 else slow, 3 * fast, slow + noise * blur]
+        counted.copied_parts(ours, [*zip(peers, partners, strict=True)], KNOWN)
+    claims = [USUAL, 4 * USUAL, 4 * USUAL]
+    return [counted.often_copied(peer, claim, USUAL) for peer, claim in zip(peers, claims, strict=True)]
+
+
+def test_who_often_sends_copies_under_much_noise_is_credited_with_the_usual_tokens() -> None:
+    """Noise hid the copies in each merge, and was half of the weight for four times the usual tokens."""
+    slow, fast, (tokens, trust) = judged(noise=2.0, windows=30)
+    assert slow[0] == USUAL
+    assert fast == (4 * USUAL, 1.0)
+    assert tokens == pytest.approx(USUAL)
+    assert 0.5 <= trust < 1.0
+
+
+def test_less_noise_costs_the_liar_more_but_never_all_since_the_original_looks_alike() -> None:
+    assert [trust for _, trust in judged(noise=0.5, windows=30)] == [pytest.approx(0.5), 1.0, pytest.approx(0.5)]
+
+
+def test_a_few_windows_that_are_alike_cost_nothing() -> None:
+    assert judged(noise=2.0, windows=4) == [(USUAL, 1.0), (4 * USUAL, 1.0), (4 * USUAL, 1.0)]
+
+
+def read(blob: bytes | memoryview) -> Tensor:
+    return torch.frombuffer(bytearray(blob), dtype=torch.float32)
+
+
+def test_a_copy_under_noise_has_a_smaller_share_of_a_merge_than_an_honest_window() -> None:
+    """It had half of each merge, as of a fast device."""
+    history, shares = PartnerHistory(), [0.0]
+    for number in range(30):
+        ours, a, b, blur = (window(4 * number + at, 0.3 * (at < 3)) for at in range(4))
+        partners = [("a", a, 1000), ("b", b, 1000), ("liar", 2 * a + 4 * blur, 4000)]
+        pulled = [
+            PulledWindow(PeerId(name), tokens, 0.1, {}, one.numpy().tobytes(), float(one.norm()))
+            for name, one, tokens in partners
+        ]
+        history.experience.closed(float(ours.norm()))
+        own = Window(1000, 0.1, 5 * number), ours.numpy().tobytes()
+        claims, trust, _ = history.believed(own, pulled, 1.0, read)
+        shares = token_shares(1000, claims, trust)
+    assert shares[2] < 0.75 * shares[1]
