@@ -33,7 +33,7 @@ swarm: install
 
 # The sweep is one process: the tests begin as soon as the style is checked, so that no core rests beside it.
 test: install
-	$(MAKE) --jobs=2 --output-sync=line sweep pytest
+	$(MAKE) --jobs=2 sweep pytest
 
 pytest: check
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
