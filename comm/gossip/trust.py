@@ -12,19 +12,19 @@ whose own window has the pseudo-gradient q_0 and n_0 tokens merges partners with
 
 tokens_i is the claim after `TokenClaims` has bounded it. copied_i is the claim of the window that i's window copies or,
 if larger, the usual claim. seldom_i and often_i are bounds for partners that often resemble others
-(`CountedWindows.often_copied`). comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and near
-(`nearness`); `Outliers` in that file computes not_far_i and a_i, the trust in slow weights. If our window has no
+(`CountedWindows.resemblance_limits`). comm/gossip/influence.py computes s, explained, plausible, clip (`scale`) and
+near (`nearness`); `Outliers` in that file computes not_far_i and a_i, the trust in slow weights. If our window has no
 tokens, t_i = 1 and c_i = tokens_i.
 
 The rules, by factor, and their sources (docs/results/security.md measures what each saves and costs):
 
-    with_us      no negative cosine with our window (FLTrust, arXiv 2012.13995)
-    unbiased     no lasting difference from ours in one direction (arXiv 1902.06156; history: 2012.10333)
-    useful       some common progress over windows
-    new, copied  the same window counts once
-    seldom, often no lasting resemblance to others, as of a copy hidden under noise
-    not_far, a   slow weights near the median (arXiv 1803.01498)
-    s, clip      bounds from honest training (arXiv 2202.01545, 2012.10333)
+    with_us        no negative cosine with our window (FLTrust, arXiv 2012.13995)
+    unbiased       no lasting difference from ours in one direction (arXiv 1902.06156; history: 2012.10333)
+    useful         some common progress over windows
+    new, copied    the same window counts once
+    seldom, often  no lasting resemblance to others, as of a copy hidden under noise
+    not_far, a     slow weights near the median (arXiv 1803.01498)
+    s, clip        bounds from honest training (arXiv 2202.01545, 2012.10333)
 
 A restart loses what the factors know of earlier windows; with_us, s and clip use no earlier windows.
 """
@@ -145,9 +145,14 @@ class PartnerMeans:
             known = KEPT * total + found, KEPT * windows + 1.0
             keep_latest(self.sums, peer, known, max(MOST_KNOWN, len(figures)))
 
-    def means(self) -> dict[PeerId, float]:
-        """Return the mean of each partner with at least WINDOWS_NEEDED windows."""
-        return {peer: total / windows for peer, (total, windows) in self.sums.items() if windows >= WINDOWS_NEEDED}
+    def mean(self, peer: PeerId) -> float | None:
+        """Return the mean of a partner; None before it has WINDOWS_NEEDED windows."""
+        total, windows = self.sums.get(peer, (0.0, 0.0))
+        return total / windows if windows >= WINDOWS_NEEDED else None
+
+    def known(self) -> list[float]:
+        """Return the means of all partners that have one."""
+        return [mean for peer in self.sums if (mean := self.mean(peer)) is not None]
 
 
 @dataclass(slots=True)
@@ -168,20 +173,21 @@ class CommonProgress:
         While the median of the partners' mean cosines is below the chance level `chance`, all partners count 1.
         """
         self.cosines.add(cosines)
-        means, usual = self.cosines.means(), self.usual()
+        usual = self.usual()
         if usual is None or usual < chance:
             return [1.0] * len(cosines)
-        return [min(1.0, max(0.0, means.get(peer, usual) / (WHOLE * usual))) for peer, _ in cosines]
+        means = (self.cosines.mean(peer) for peer, _ in cosines)
+        return [1.0 if mean is None else min(1.0, max(0.0, mean / (WHOLE * usual))) for mean in means]
 
     def usual(self) -> float | None:
         """Return the lower median of the partners' mean cosines with us; None if no partner can be judged yet."""
-        means = self.cosines.means()
-        return median_low(means.values()) if means else None
+        means = self.cosines.known()
+        return median_low(means) if means else None
 
     def usual_at_most(self) -> float | None:
         """Return the upper median of the partners' mean cosines with us; of two partners, it is the larger mean."""
-        means = self.cosines.means()
-        return median_high(means.values()) if means else None
+        means = self.cosines.known()
+        return median_high(means) if means else None
 
 
 @dataclass(slots=True)
@@ -275,7 +281,7 @@ class CountedWindows:
     merges: deque[tuple[list[PeerId | None], Tensor]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
     measures: PartnerMeans = field(default_factory=PartnerMeans)  # of each partner's largest copy measure in a merge
 
-    def often_copied(self, peer: PeerId, claim: float, usual: float) -> tuple[float, float]:
+    def resemblance_limits(self, peer: PeerId, claim: float, usual: float) -> tuple[float, float]:
         """Return the tokens credited to a partner, and a factor (1/2 to 1) of its trust, by its earlier windows.
 
         A copy under noise that is twice as long is hardly a copy in one merge, and not at all where its original is
@@ -284,7 +290,7 @@ class CountedWindows:
         equal partners is at most 0.05; at speeds of 1 to 1/10 it is 0.01 for the fastest, and up to 0.28 for slow ones,
         which lose a fifth of their trust then.
         """
-        mean = self.measures.means().get(peer)
+        mean = self.measures.mean(peer)
         more = max(0.0, claim - usual) * part_that_is_allowed(mean, SELDOM)
         return min(claim, usual + more), 0.5 + 0.5 * part_that_is_allowed(mean, 2 * SELDOM)
 
@@ -405,6 +411,6 @@ class PartnerHistory:
         copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
         credited, fresh = copies.claims([claims[at] for at in heard], usual), [0.0] * len(partners)
         for at, new, claim in zip(heard, copies.new(), credited, strict=True):
-            claims[at], seldom = self.counted.often_copied(partners[at].peer, claim, usual)
+            claims[at], seldom = self.counted.resemblance_limits(partners[at].peer, claim, usual)
             trust[at], fresh[at] = trust[at] * seldom * new, new
         return claims, trust, fresh

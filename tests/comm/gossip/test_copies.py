@@ -142,17 +142,18 @@ def test_a_merge_of_few_is_remembered(partners: dict[str, Tensor]) -> None:
 
 
 def judged(noise: float, windows: int) -> list[tuple[float, float]]:
-    """The tokens credited after so many windows, and the trust: of two honest partners, one of them fast, and of a liar
-    that claims as much as the fast one for a copy of the other one's window under noise of this length.
+    """Return the credited tokens and the trust factor of three partners after so many windows.
 
-    Each third merge lacks the original."""
+    The first is honest, the second is honest and four times as fast. The third is a liar that claims as much as the
+    second, and sends the first one's window under noise of this relative length. Each third merge lacks the original.
+    """
     counted, peers = CountedWindows(), [PeerId("slow"), PeerId("fast"), PeerId("liar")]
     for number in range(windows):
         ours, slow, fast, blur, other = (window(5 * number + at, 0.3 * (at != 3)) for at in range(5))
         partners = [other if number % 3 == 0 else slow, 3 * fast, slow + noise * blur]
         counted.copied_parts(ours, [*zip(peers, partners, strict=True)], KNOWN)
     claims = [USUAL, 4 * USUAL, 4 * USUAL]
-    return [counted.often_copied(peer, claim, USUAL) for peer, claim in zip(peers, claims, strict=True)]
+    return [counted.resemblance_limits(peer, claim, USUAL) for peer, claim in zip(peers, claims, strict=True)]
 
 
 def test_who_often_sends_copies_under_much_noise_is_credited_with_the_usual_tokens() -> None:
