@@ -14,9 +14,10 @@ how long downloads last:
 All peers download the layers that are new to them at the same time.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from decentral.scheduler.throughput.short_chains import short_chains
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
+T = TypeVar("T")
+
 SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver follows the search
 SMALL_IN_ROUNDS = 150  # the same limit if the budget is in rounds; the exact solver needs seconds for larger swarms
 EXACT_NODES = 5  # if the budget is in rounds, the exact solver visits at most this many branch-and-bound nodes
@@ -46,6 +49,21 @@ GROUPS_SHARE = 0.5  # a large swarm's groups are searched for this share of the 
 # Seconds of a guide with its move on a quiet core: in all; per peer and layer; per two peers; per two layers.
 GUIDE_S = (11e-6, 5e-9, 1e-9, 2.5e-9)
 LEAST = 1e-6  # share of the bound that a layer without holders supplies in the guide, which needs numbers above 0
+
+
+@dataclass(slots=True)
+class FlowFigures(Generic[T]):
+    """A cache of a figure of flows through spans, as searches evaluate the same spans several times."""
+
+    _known: dict[bytes, tuple[MaxFlow, T]] = field(default_factory=dict)  # by the spans' bytes: the flow and its figure
+
+    def of(self, spans_N2: Ints, flow: MaxFlow, find: Callable[[], T]) -> T:
+        """Return the figure of this flow through these spans; `find` computes it if it is not known."""
+        known = self._known.get(key := spans_N2.tobytes())
+        if known is None or known[0] is not flow:
+            known = flow, find()
+            keep_latest(self._known, key, known, max_flow.FLOWS_REMEMBERED)
+        return known[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,21 +113,18 @@ class FlowProblem:
         """Return the tokens/s of a flow through these spans, less what micro-batches in flight cost."""
         if self.flights is not None and flow.tokens_per_s > 0:
             return self.carried(spans_N2, flow).tokens_per_s
-        of, found = self._reached.get(key := spans_N2.tobytes(), (None, 0.0))
-        if of is not flow:
-            found = self.costs.reached(spans_N2, flow)
-            keep_latest(self._reached, key, (flow, found), max_flow.FLOWS_REMEMBERED)
-        return found
+        return self._reached.of(spans_N2, flow, lambda: self.costs.reached(spans_N2, flow))
 
     def carried(self, spans_N2: Ints, flow: MaxFlow) -> Carried:
         """Return what the routes of a flow through these spans carry; the problem must have `flights`."""
         assert self.flights is not None, "only plans for a topology have routes"
-        of, found = self._carried.get(key := spans_N2.tobytes(), (None, None))
-        if found is None or of is not flow:
+        flights = self.flights
+
+        def find() -> Carried:
             paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
-            found = self.flights.carried(self.costs, paths, spans_N2)
-            keep_latest(self._carried, key, (flow, found), max_flow.FLOWS_REMEMBERED)
-        return found
+            return flights.carried(self.costs, paths, spans_N2)
+
+        return self._carried.of(spans_N2, flow, find)
 
     def flow(self, spans_N2: Ints, progress: SearchProgress | None = None) -> MaxFlow:
         """Return the maximum flow through the spans, cached or computed as by `max_flow.maximum`."""
@@ -167,14 +182,14 @@ class FlowProblem:
         return FlowSolver(self.costs)
 
     @cached_property
-    def _reached(self) -> dict[bytes, tuple[MaxFlow, float]]:
-        """Cache: spans -> a flow through them and its tokens/s by `LayerCosts.reached`, without `flights`."""
-        return {}
+    def _reached(self) -> FlowFigures[float]:
+        """Return the cache of the tokens/s of flows by `LayerCosts.reached`, without `flights`."""
+        return FlowFigures()
 
     @cached_property
-    def _carried(self) -> dict[bytes, tuple[MaxFlow, Carried]]:
-        """Cache: spans -> a flow through them and what its routes carry, as searches evaluate spans several times."""
-        return {}
+    def _carried(self) -> FlowFigures[Carried]:
+        """Return the cache of what the routes of flows carry."""
+        return FlowFigures()
 
     @cached_property
     def _short(self) -> tuple[list[Ints], list[Ints]]:
