@@ -70,12 +70,12 @@ class GossipTraffic:
 
     @property
     def least_s(self) -> Seconds:
-        """Return how many core-seconds at least event loop and network daemon used for gossip."""
+        """Return a lower bound of the core-seconds that event loop and network daemon used for gossip."""
         return (self.work_bytes or 0.0) / FASTEST_BYTES_PER_S
 
     @property
     def most_s(self) -> Seconds:
-        """Return how many core-seconds at most event loop and network daemon used for gossip."""
+        """Return an upper bound of the core-seconds that event loop and network daemon used for gossip."""
         return math.inf if self.work_bytes is None else self.work_bytes / SLOWEST_BYTES_PER_S
 
 

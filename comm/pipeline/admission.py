@@ -337,10 +337,10 @@ class OwnMicroBatches:
         return jobs
 
     def _is_our_turn(self, own: int, others: int) -> bool:
-        """Return whether one more of our micro-batches is no more than our part by the routing weights.
+        """Return whether this peer may begin one more of its own micro-batches beside those of others.
 
-        A device that computes its own micro-batches from the first layer on may be the only one that can compute the
-        later of its layers for others.
+        By the routing weights, a share of its executions begins here (`begun_part`); up to OWN_TIMES as many may be in
+        flight. More would fill the device, which may be the only one that computes its later layers for others.
 
         Args:
             own: How many of our own micro-batches are in flight.

@@ -98,9 +98,9 @@ class Forwarding:
 
     @property
     def begun_part(self) -> float:
-        """Return which part of our executions begin at the first layer by the routing weights.
+        """Return the share (0 to 1) of this peer's executions that begin at the first layer, by the routing weights.
 
-        The result is 1.0 without weights, and in a synchronous run, in which rounds say how many micro-batches begin.
+        It is 1.0 without weights, and in a synchronous run, in which rounds say how many micro-batches begin.
         """
         if self.stage.synchronous:
             return 1.0

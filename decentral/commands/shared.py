@@ -67,7 +67,7 @@ def as_called(text: str) -> str:
 
 
 def result_console() -> "Console":
-    """Return the console for a command's result: as wide as the terminal, PIPED_COLUMNS if stdout is none."""
+    """Return the console for a command's result: as wide as the terminal, or PIPED_COLUMNS wide without one."""
     from rich.console import Console
 
     asked = sys.stdout.isatty() or "COLUMNS" in os.environ

@@ -67,7 +67,7 @@ def scenario(spec: str = "", seconds: float = 90.0, peers: int = 4, settings: Sw
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_searches() -> Iterator[None]:
-    """Searches for plans look at a tenth of the spans: that is enough for four peers, and what takes the most time."""
+    """Let searches for plans take a tenth of their rounds: these take most of the time, and four peers need no more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "SEARCH_ROUNDS", evaluate.SEARCH_ROUNDS // 10)
         yield
