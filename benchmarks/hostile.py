@@ -103,7 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--eclipse", type=lambda text: text.split(":"), help="keys, with --real: none:peers,revoked:plan"
     )
-    parser.add_argument("--memory", default="", help="of each peer, with --eclipse: 160MB makes it hold a part")
+    parser.add_argument("--memory", default="", help="of each peer, with --eclipse: 51MB makes it hold a part")
     parser.add_argument("--credulous", action="store_true", help="honest peers without defences")
     parser.add_argument("--steps", type=int, default=300, help="of each honest peer, with --real")
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])

@@ -87,7 +87,7 @@ def run(keys: str, settings: Sequence[str], steps: int, memory: str = "") -> Lin
         keys: Ends of the run's keys, or ALONE.
         settings: Of the config, as of --set.
         steps: Steps of each peer that has the whole model, from when the first ten have joined.
-        memory: Of each peer, such as 160MB: less than the model needs makes peers hold parts of it, by plans.
+        memory: Of each peer, such as 51MB: less than the model needs makes peers hold parts of it, by plans.
     """
     timed = [f"train.emulated_micro_batch_s={STEP_S}", f"gossip.window_s={WINDOW_STEPS * STEP_S:g}"]
     asked = [*settings, *timed, f"gossip.start_window_s={STEP_S:g}", f"train.total_steps={steps}"]

@@ -1,9 +1,11 @@
-"""How much memory a span really takes, against what `--memory` counts: `python -m benchmarks.memory`.
+"""How much memory a peer's layers really take, against what it claims: `python -m benchmarks.memory [--case NAME]`.
 
-Each case is a fresh process that builds its layers and does what a peer does with them: LEAST_UNDER_WAY micro-batches
-go forward before the first comes back, a step is taken, every fragment closes a window, merges three partners'
-snapshots, and is given to a newcomer. The process's peak of resident memory, less what it had before it built anything
-(torch, data, and one round with a tiny model), is compared with engine/memory.py's bytes for the same span.
+Each case is a fresh process that builds its layers and does what a peer does with them. With a part of the model,
+USUAL_IN_FLIGHT micro-batches go forward before the first comes back, a step is taken, every fragment closes a window,
+merges three partners' snapshots, and is given to a newcomer. With the whole model, steps are taken, the windows of all
+fragments wait at a time and partners get their slow weights, all are merged, and a checkpoint is written. The process's
+peak of resident memory, less what it had before it built anything (torch, data, and one round with a tiny model), is
+compared with engine/memory.py's bytes for the same layers.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.shapes import SIZES
 from decentral.comm.codecs import blockwise
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId
@@ -24,7 +27,12 @@ from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.step import Device
 
 MB = 1e6
+WHOLE = (0, -1)
 CASES = {  # overrides, and the span in fragments
+    "10 M, whole": (SIZES["10M"], WHOLE),
+    "10 M, whole, AdamW": ([*SIZES["10M"], "train.optimizer=adamw"], WHOLE),
+    "85 M, whole": (SIZES["85M"], WHOLE),
+    "85 M, whole, AdamW": ([*SIZES["85M"], "train.optimizer=adamw"], WHOLE),
     "narrow, front half": (["model.depth=6", "model.width=256", "model.context=128"], (0, 4)),
     "narrow, back half": (["model.depth=6", "model.width=256", "model.context=128"], (4, 8)),
     "wide, front half": (["model.depth=4", "model.width=768", "model.context=128"], (0, 3)),
@@ -41,7 +49,7 @@ CASES = {  # overrides, and the span in fragments
     "long, recomputed": (["model.depth=4", "model.width=256", "model.context=1024", "train.recompute=true"], (0, 3)),
     "large micro-batch": (["model.depth=4", "model.width=256", "train.micro_batch=64"], (1, 3)),
 }
-FIXED = ["train.micro_batch=8", "gossip.fragment_parameters=10000"]
+OF_PARTS = ["train.micro_batch=8", "gossip.fragment_parameters=10000"]
 TINY = ["model.depth=2", "model.width=64", "model.context=16"]
 
 
@@ -52,28 +60,33 @@ def main() -> None:
     if chosen:
         print(json.dumps(measured(*CASES[chosen])))
         return
-    print(f"{'case':<22} {'parameters':>12} {'said, MB':>10} {'taken, MB':>10} {'taken/said':>11}")
+    print(f"{'case':<22} {'parameters':>12} {'claimed, MB':>12} {'taken, MB':>10} {'claimed/taken':>14}")
     for name in CASES:
         command = [sys.executable, "-m", "benchmarks.memory", "--case", name]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        said, taken, parameters = json.loads(done.stdout)
-        print(f"{name:<22} {parameters:>12,} {said / MB:>10.1f} {taken / MB:>10.1f} {taken / said:>11.2f}", flush=True)
+        claimed, taken, parameters = json.loads(done.stdout)
+        numbers = f"{parameters:>12,} {claimed / MB:>12.1f} {taken / MB:>10.1f} {claimed / taken:>14.2f}"
+        print(f"{name:<22} {numbers}", flush=True)
 
 
 def measured(overrides: list[str], span: tuple[int, int]) -> tuple[int, int, int]:
-    """Bytes that the memory model counts, bytes that the process took at most, and the span's parameters."""
+    """Return the bytes that a peer claims, the most bytes that the process took, and the number of parameters."""
     torch.set_num_threads(1)
-    memory.give_back_what_is_freed()
+    whole = span == WHOLE
+    fixed, exercise = ([], exercise_whole) if whole else (OF_PARTS, exercise_part)
+    tiny, run = (config.load(None, [*fixed, *more]) for more in (TINY, overrides))
+    memory.choose_what_is_kept(run, whole)
+    needs = memory.needs(run)
+    begin, end = (0, len(needs.fragments)) if whole else span
     with tempfile.TemporaryDirectory() as folder:
-        exercise(config.load(None, [*FIXED, *TINY]), (0, 1), Path(folder) / "tiny")
-        run = config.load(None, [*FIXED, *overrides])
+        exercise(tiny, (0, len(memory.needs(tiny).fragments) if whole else 1), Path(folder) / "tiny")
         setup_of(run, (0, 1), Path(folder) / "data")  # the text is in memory now
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident
         before = resident("VmRSS")
-        exercise(run, span, Path(folder) / "real")
-        needs = memory.needs(run)
-        parameters = sum(one.parameters for one in needs.fragments[span[0] : span[1]])
-        return needs.span_bytes(*span, memory_needs.USUAL_IN_FLIGHT), resident("VmHWM") - before, parameters
+        exercise(run, (begin, end), Path(folder) / "real")
+        parameters = sum(one.parameters for one in needs.fragments[begin:end])
+        claimed = needs.span_bytes(begin, end, None if whole else memory_needs.USUAL_IN_FLIGHT)
+        return claimed, resident("VmHWM") - before, parameters
 
 
 def resident(what: str) -> int:
@@ -89,8 +102,35 @@ def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> Compute
     return ComputeSetup(run, PeerId("A"), corpora.load(run.data, run.model), blockwise, device, folder, layers)
 
 
-def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
-    """Does with these fragments what a peer does: micro-batches, a step, windows, merges, and an export."""
+def exercise_whole(run: config.Config, span: tuple[int, int], folder: Path) -> None:
+    """Do what a peer with the whole model does: steps, windows that all wait, merges, and a checkpoint."""
+    compute = Compute(setup_of(run, span, folder))
+    compute.do(jobs.Start(newcomer=False))
+    compute.step()
+    closed = []
+    for fragment in compute.fragments:
+        window = compute.do(jobs.CloseWindow(fragment.index, 1))
+        assert isinstance(window, jobs.WindowClosed)
+        names = tuple(section.name for section in window.on_request)
+        closed.append((window, compute.do(jobs.EncodeSections(fragment.index, 1, names))))
+    compute.step()
+    for window, encoded in closed:
+        assert isinstance(encoded, jobs.SectionsEncoded)
+        merge(compute, window)
+    compute.step()
+    assert isinstance(compute.do(jobs.Save()), jobs.Saved)
+    compute.step()
+
+
+def merge(compute: Compute, window: jobs.WindowClosed) -> None:
+    """Merge the window with three partners' windows, which are copies of it."""
+    partners = [jobs.Contribution(PeerId(n), 1, window.lr_sum, window.layout, window.blob) for n in "BCD"]
+    merged = compute.do(jobs.Merge(window.fragment, 1, tuple(partners)))
+    assert isinstance(merged, jobs.Merged), merged
+
+
+def exercise_part(run: config.Config, span: tuple[int, int], folder: Path) -> None:
+    """Do what a peer with these fragments does: micro-batches, a step, windows, merges, and an export."""
     compute = Compute(setup_of(run, span, folder))
     first, last = compute.fragments[0].first, compute.fragments[-1].last
     for number in range(2 * memory_needs.USUAL_IN_FLIGHT):
@@ -103,9 +143,7 @@ def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
     for fragment in compute.fragments:
         closed = compute.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(closed, jobs.WindowClosed)
-        partners = [jobs.Contribution(PeerId(n), 1, closed.lr_sum, closed.layout, closed.blob) for n in "BCD"]
-        merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
-        assert isinstance(merged, jobs.Merged), merged
+        merge(compute, closed)
         compute.do(jobs.ExportState(fragment.index))
 
 

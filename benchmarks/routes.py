@@ -31,8 +31,8 @@ from decentral.core.journal.micro_batch_counts import audit
 from decentral.serving import replicas
 
 PEERS, MEMORY = 6, "160MB"
-MODEL = ["--set", "model.depth=4", "--set", "model.width=128", "--set", "swarm.checkpoint_every_s=5"]
-LAYERS = 6
+MODEL = ["--set", "model.depth=8", "--set", "model.width=128", "--set", "swarm.checkpoint_every_s=5"]
+LAYERS = 10
 WARM_UP_S = 10.0
 
 

@@ -66,7 +66,7 @@ class Swarm:
 
     def __init__(self, folder: Path, seconds: float, overlap: bool) -> None:
         self.run, self.folder, self.seconds = run_config(overlap), folder, seconds
-        self.needs = memory.needs(self.run)
+        self.needs = dataclasses.replace(memory.needs(self.run), whole_in_flight=UNDER_WAY)  # so that a part is cheaper
         count = len(self.needs.fragments)
         starts = range(count - count // 2 + 1)
         self.half = max(self.needs.span_bytes(begin, begin + count // 2, UNDER_WAY) for begin in starts)

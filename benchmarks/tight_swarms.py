@@ -34,6 +34,7 @@ from decentral.core.journal.events import CountedLine, JoinedLine, MoveLine, Sta
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import recorded
 from decentral.core.layer_work import share
+from decentral.core.memory_needs import USUAL_IN_FLIGHT
 from decentral.core.units import Seconds
 from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
@@ -53,7 +54,7 @@ MODEL = [
     *("gossip.window_s=60", "gossip.start_window_s=60", "swarm.checkpoint_every_s=60"),
 ]
 PEERS = 6
-MEMORY = (0.3, 0.6)  # of the bytes that the whole model takes
+MEMORY = (0.3, 0.6)  # of the bytes that the whole model takes with USUAL_IN_FLIGHT micro-batches
 THROTTLES = (1.0, 1.0, 2.67, 4.0, 8.0)
 STEP_S = 0.5
 TOKENS = 128
@@ -89,7 +90,7 @@ def tight_swarm(seed: int, overrides: Sequence[str], real: bool = False) -> Tigh
     """Return the random swarm of a seed that some layout of layers fits."""
     chance = rng.stream(seed, "tight swarms")
     shape = _shape(overrides, real)
-    whole = shape.needs.span_bytes(0, len(shape.fragments))
+    whole = shape.needs.span_bytes(0, len(shape.fragments), USUAL_IN_FLIGHT)
     while True:
         memories = tuple(round(whole * chance.uniform(*MEMORY)) for _ in range(PEERS))
         throttles = tuple(chance.choice(THROTTLES) for _ in range(PEERS))

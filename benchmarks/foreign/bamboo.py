@@ -37,6 +37,7 @@ from decentral.commands import shared
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError
+from decentral.core.memory_needs import USUAL_IN_FLIGHT
 from decentral.core.units import Seconds
 from decentral.engine import memory
 from decentral.scheduler.topology.topology import GBIT
@@ -168,7 +169,7 @@ def settings_of(kind: str) -> SwarmSettings:
     if kind == "whole":
         return settings
     needs = memory.needs(settings.config, settings.fragments)
-    return replace(settings, memory=(int(PART * needs.span_bytes(0, settings.fragments[-1].last)),))
+    return replace(settings, memory=(int(PART * needs.span_bytes(0, settings.fragments[-1].last, USUAL_IN_FLIGHT)),))
 
 
 def their_share(folder: Path, text: str) -> float:

@@ -74,6 +74,10 @@ class Scale:
         """Return the most memory of the GPU that tensors had since `forget`; None on a CPU, where nobody counts it."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else None
 
+    def reserved_bytes(self) -> int | None:
+        """Return the most memory that torch's allocator took for these tensors since `forget`; None on a CPU."""
+        return torch.cuda.max_memory_reserved() if self.on_gpu else None
+
     def seconds(self, call: Callable[[], object], queued: bool = False) -> float:
         """Return the seconds of one call, the device's work included: the mean over `call_s`, after one call.
 

@@ -83,7 +83,8 @@ def ours(scale: Scale, run: config.Config, layers: Sequence[nn.Module]) -> dict[
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         compute = peer_step(scale, run, layers, Path(folder))
         found = speed(scale, run, lambda: sum(step.tokens for step in compute.step_ahead()))
-        return found | {"peak_bytes": scale.peak_bytes()} | parts(scale, compute)
+        peaks = {"peak_bytes": scale.peak_bytes(), "reserved_bytes": scale.reserved_bytes()}
+        return found | peaks | parts(scale, compute)
 
 
 def bare(scale: Scale, run: config.Config, layers: Sequence[nn.Module]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from decentral.comm.gossip.update_rules import (
     sliced,
 )
 from decentral.core.config import GossipConfig
+from decentral.core.fragments import LARGE_ELEMENTS
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, PartnerWork
 from decentral.engine.fragment import Live
@@ -42,7 +43,6 @@ PSEUDO_GRADIENT = "pseudo_gradient"
 ROUNDING = 1e-6
 # After a merge, the live weights keep this share of what a sparse window has not sent (docs/results/convergence.md).
 UNSENT_KEPT = 0.25
-LARGE_ELEMENTS = 1 << 20  # a fragment with this many parameters rounds its residual; a smaller one takes little memory
 
 
 class PullRule(UpdateRule):

@@ -10,6 +10,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from decentral.core.fragments import LARGE_ELEMENTS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
@@ -18,8 +20,14 @@ class Algorithm:
     name: str
     rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
     memory_bytes: int  # gossip state and published snapshots together take at most this many bytes per parameter
+    large_memory_bytes: int = 0  # the same in a large fragment (`LARGE_ELEMENTS`); 0: as in all others
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
+
+    def state_bytes(self, parameters: int) -> int:
+        """Return the most bytes that gossip state and snapshots take in a fragment with this many parameters."""
+        large = parameters >= LARGE_ELEMENTS and self.large_memory_bytes
+        return parameters * (large or self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +68,8 @@ ALGORITHMS = {
         Algorithm(
             name="pull",
             rule="decentral.comm.gossip.pull_rule:PullRule",
-            memory_bytes=16,  # bytes per parameter: 12 in fp32 vectors, 4 in our snapshot and its encoded answers
+            memory_bytes=16,  # 12 in fp32 vectors, 4 in our snapshot and its encoded answers
+            large_memory_bytes=11,  # 9 in vectors, since one of them is int8; 2 in our snapshot with the slow weights
         ),
         Algorithm(
             name="allreduce",
@@ -71,7 +80,7 @@ ALGORITHMS = {
         Algorithm(
             name="synchronous",
             rule="decentral.comm.rounds.synchronous_rule:SynchronousRule",
-            memory_bytes=24,  # bytes per parameter: six fp32 sums of gradients, those of three peers in two rounds
+            memory_bytes=24,  # six fp32 sums of gradients, those of three peers in two rounds
             exact=True,
         ),
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
+LARGE_ELEMENTS = 1 << 20  # a fragment with at least this many parameters is large: its gossip state is kept rounded
 FAST, THIN = 0, -1  # indexes into a tuple of layouts: the first is for fast links, the last for thin (slow) links
 
 

@@ -30,7 +30,12 @@ class MemoryNeeds:
     ]  # temporary bytes for encoding or merging a fragment; only one fragment at a time needs them
     activations: tuple[int, ...]  # bytes of a micro-batch in each fragment between its forward and backward pass
     sums: tuple[int, ...] = ()  # bytes of each fragment's gradient sums; peers with the whole model need no sums
-    whole_in_flight: int = USUAL_IN_FLIGHT  # a peer with the whole model must have memory for this many micro-batches
+    # Bytes of each fragment's gradients if a step of the whole model allocates them only where it has freed
+    # activations; (): gradients and activations are in memory together.
+    late_gradients: tuple[int, ...] = ()
+    # A peer with the whole model must have memory for this many micro-batches. It finishes each before the next, so one
+    # suffices; simulations ask for more, so that small models are divided.
+    whole_in_flight: int = 1
 
     def span_bytes(self, begin: int, end: int, micro_batches: int | None = None) -> int:
         """Return the bytes of device memory that fragments [begin, end) take, including micro-batches in flight.
@@ -43,7 +48,10 @@ class MemoryNeeds:
         part = slice(begin, end)
         sums = sum(self.sums[part]) if end - begin < len(self.fragments) else 0
         count = self.least_in_flight(end - begin) if micro_batches is None else micro_batches
-        return sum(self.state[part]) + sums + max(self.scratch[part], default=0) + count * sum(self.activations[part])
+        activations = count * sum(self.activations[part])
+        if count == 1 and end - begin >= len(self.fragments):
+            activations -= min(activations, sum(self.late_gradients))
+        return sum(self.state[part]) + sums + max(self.scratch[part], default=0) + activations
 
     @property
     def state_of_parts(self) -> tuple[int, ...]:

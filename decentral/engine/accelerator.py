@@ -95,7 +95,12 @@ def name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the accelerator's memory in bytes; for an Apple GPU, the most that the system recommends to use."""
+    """Return the bytes of the accelerator's memory that no other program uses.
+
+    For an Apple GPU, return the most that the system recommends to use.
+    """
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
-    return int(streams(device).get_device_properties(device).total_memory)
+    module = streams(device)
+    free_bytes, _ = module.mem_get_info(device)
+    return int(free_bytes) + int(module.memory_reserved(device))

@@ -3,7 +3,7 @@
     for each parameter
         8 bytes: theta and its gradient in fp32; 4 bytes with `train.weights: bfloat16`
         8 bytes: AdamW's two moments; about 2 bytes for matrices with `train.moments: int8`; 4 bytes with Muon
-        gossip state: `memory_bytes` of the algorithm's record; not counted with a GPU, where it is in host memory
+        gossip state: `state_bytes` of the algorithm's record; not counted with a GPU, where it is in host memory
         in a peer with a part of the model: 4 bytes for each of the `RoutesConfig.slots` sums of gradients that wait for
           their step, and 4 bytes for the sum that still grows if gradients are in bf16. A peer with the whole model
           allocates its sums when it first computes for another peer
@@ -81,13 +81,12 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
         gossip_apart: True: do not count gossip state, because it is in host memory if the device is a GPU.
     """
     cut, layers = tuple(cuts or fragments_of(run)), layer_bytes(run)
-    gossip, shared = ALGORITHMS[run.gossip.algorithm].memory_bytes, SCRATCH_BYTES
-    if gossip_apart:
-        gossip, shared = 0, 0
+    algorithm, shared = ALGORITHMS[run.gossip.algorithm], 0 if gossip_apart else SCRATCH_BYTES
+    gossip = [0 if gossip_apart else algorithm.state_bytes(one.parameters) for one in cut]
     features = run.model.vocabulary * (run.model.d_model - run.model.d_written)  # the table of `TokenFeatures`
     sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
     ahead = WEIGHT_BYTES if run.routes.overlap and run.train.weights == "float32" else 0
-    always, of_parts = (gossip + sums, 0) if run.synchronous else (gossip, sums + ahead)
+    always, of_parts = (sums, 0) if run.synchronous else (0, sums + ahead)
     parameter = sum(layer.state for layer in layers) / sum(decoder.parameters(run.model))
     within = [layers[one.first : one.last] for one in cut]
     state = [sum(layer.state for layer in own) for own in within]
@@ -96,7 +95,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     at_work = [max(sum(one.step for one in own), max((one.computed for one in own), default=0)) for own in within]
     return MemoryNeeds(
         fragments=cut,
-        state=tuple(own + always * one.parameters for own, one in zip(state, cut, strict=True)),
+        state=tuple(own + more + always * one.parameters for own, more, one in zip(state, gossip, cut, strict=True)),
         scratch=tuple(
             features + (shared + ahead) * one.parameters + own for own, one in zip(at_work, cut, strict=True)
         ),
@@ -112,14 +111,17 @@ def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
     """Return the bytes that each fragment of the run's model takes on a device.
 
     In an island that shards, these are the bytes on one rank. On a GPU, gossip state is not counted, because it is in
-    host memory. The activations of a peer with the whole model count for one micro-batch only, since this peer finishes
-    each micro-batch before the next. With bf16 arithmetic, activations count half: measurements gave 0.45 and 0.51 of
-    their fp32 bytes (docs/results/gpu.md).
+    host memory, and the allocator gives the memory of freed activations to gradients: a backward pass takes the larger
+    of the two, not their sum. With bf16 arithmetic, activations count half: measurements gave 0.45 and 0.51 of their
+    fp32 bytes (docs/results/gpu.md).
     """
     if device.device.type == "cpu":
         found = needs(run)
     else:
-        found = replace(needs(run, gossip_apart=True), whole_in_flight=1)
+        found = needs(run, gossip_apart=True)
+        if run.train.accumulate == 1:
+            number_bytes = 2 if run.train.weights == "bfloat16" else 4
+            found = replace(found, late_gradients=tuple(number_bytes * one.parameters for one in found.fragments))
         if device.dtype == torch.bfloat16:
             found = replace(found, activations=tuple(size // 2 for size in found.activations))
     return part_of(found, run, device.ranks.size) if device.ranks.sharded else found
@@ -137,7 +139,7 @@ def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
         whole,
         state=tuple(-(-size // ranks) for size in whole.state),
         scratch=tuple(size + more for size, more in zip(whole.scratch, layers, strict=True)),
-        whole_in_flight=1,
+        late_gradients=(),
     )
 
 

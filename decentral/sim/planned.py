@@ -145,7 +145,6 @@ def _needs(costs: LayerCosts, cuts: tuple[Fragment, ...], sequences: int) -> Mem
         state=tuple(int(costs.state_L[cut.first : cut.last].sum()) for cut in cuts),
         scratch=(0,) * len(cuts),
         activations=tuple(int(sequences * costs.activation_L[cut.first : cut.last].sum()) for cut in cuts),
-        whole_in_flight=costs.least_in_flight(0, costs.layers),
     )
 
 

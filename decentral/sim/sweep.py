@@ -6,7 +6,7 @@ A seed decides the number of peers, their speeds, the algorithm, the links, and 
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,8 +18,8 @@ import torch
 
 from decentral.comm.wire.invitations import FounderKeys
 from decentral.core import config, rng
+from decentral.core.memory_needs import USUAL_IN_FLIGHT, MemoryNeeds
 from decentral.core.units import Seconds
-from decentral.engine import memory
 from decentral.peers.membership.records import RENEWALS
 from decentral.peers.membership.swarm_size import SwarmTimes
 from decentral.sim import faults
@@ -143,20 +143,33 @@ def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> S
     settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), throttles, 64)
     under_way = chance.choice([4, 6, 8])
     sizes = [chance.choice([1, 2, 2, 2, 3, len(settings.fragments)]) for _ in throttles]
-    return replace(settings, memory=tuple(memory_for(settings, size, under_way) for size in sizes))
+    return with_memory_for(settings, sizes, under_way)
 
 
-def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
-    """Return the memory in bytes for any `count` neighbouring fragments with at most `under_way` micro-batches.
+def in_parts(settings: SwarmSettings) -> SwarmSettings:
+    """Return the settings of a swarm whose peers hold the whole model only beside USUAL_IN_FLIGHT micro-batches.
 
-    Beside `count + 1` of them fit fewer micro-batches than peers prefer, so peers hold these only if they must.
+    A micro-batch takes as much memory as half of such a small model, so a peer that has memory for half of the model
+    and a few micro-batches could otherwise hold all of it.
+    """
+    return replace(settings, planned_needs=replace(settings.needs, whole_in_flight=USUAL_IN_FLIGHT))
+
+
+def with_memory_for(settings: SwarmSettings, sizes: Sequence[int], under_way: int) -> SwarmSettings:
+    """Return `in_parts(settings)` with memory for any neighbouring fragments and at most `under_way` micro-batches.
+
+    Beside one fragment more fit fewer micro-batches than peers prefer, so peers hold these only if they must.
 
     Args:
         settings: The settings of the swarm.
-        count: Number of fragments.
+        sizes: Number of fragments for which each peer has memory; peers take turns.
         under_way: Number of micro-batches in flight, whose activations need memory besides the fragments.
     """
-    needs = memory.needs(settings.config, settings.fragments)
+    parted = in_parts(settings)
+    return replace(parted, memory=tuple(_memory_for(parted.needs, size, under_way) for size in sizes))
+
+
+def _memory_for(needs: MemoryNeeds, count: int, under_way: int) -> int:
     starts = range(len(needs.fragments) - count + 1)
     enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
     more = [needs.span_bytes(at, at + count + 1, needs.preferred_in_flight(count + 1)) - 1 for at in starts[:-1]]

@@ -86,7 +86,7 @@ def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: 
     assert (fit[0]["holds"], fit[0]["limit"]) == ("whole model", "compute")
     assert fit[-1]["holds"].endswith(" layers")
     assert last["holds"] == "does not fit"
-    assert re.fullmatch(r"memory: it needs \d.* GB, and all peers have 40.0 GB", last["limit"])
+    assert re.search(r"needs \d.* GB.* have 40.0 GB", last["limit"])
     assert "tokens_per_s" not in last
     speeds = [row["tokens_per_s"]["mid"] for row in fit]
     assert speeds == sorted(speeds, reverse=True)

@@ -65,3 +65,9 @@ def test_a_device_whose_compiler_is_missing_trains_without_it(monkeypatch: pytes
 
 def test_compiling_is_for_devices_with_streams() -> None:
     assert accelerator.compile_failure(torch.device("cpu")) == "it is used on CUDA and XPU only"
+
+
+def test_memory_that_other_programs_use_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10)
+    assert accelerator.memory_bytes(torch.device("cuda")) == 60

@@ -20,9 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip import pull_rule
 from decentral.comm.gossip.outer_kernels import TorchKernels
-from decentral.comm.gossip.pull_rule import LARGE_ELEMENTS
 from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config, jobs
+from decentral.core.fragments import LARGE_ELEMENTS
 from decentral.core.ids import PeerId
 from decentral.core.rank_place import Split
 from decentral.data import corpora
@@ -180,7 +180,7 @@ def play(rank: int, ranks: int, ports: list[int], folder: Path) -> None:
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     for port, (name, scenario) in zip(ports, ALL.items(), strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        pull_rule.LARGE_ELEMENTS = 1000 if scenario.large else LARGE_ELEMENTS
+        vars(pull_rule)["LARGE_ELEMENTS"] = 1000 if scenario.large else LARGE_ELEMENTS
         island = Island(CPU)
         if rank:
             follow_to_the_end(island)

@@ -17,7 +17,7 @@ from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
-from decentral.sim.sweep import QUICK, SETTINGS, SPAN_MODEL, memory_for
+from decentral.sim.sweep import QUICK, SETTINGS, SPAN_MODEL, with_memory_for
 from decentral.sim.virtual_claims import EPOCH
 from decentral.sim.virtual_signer import VirtualSigner
 
@@ -38,8 +38,7 @@ def with_donors(donors: tuple[int, ...], spec: str = "") -> RunReport:
     """Four peers that each have memory for a half of the layers, in a private swarm. The report is after 150 s."""
     run_config = config.load(None, [*SETTINGS, *SPAN_MODEL, "routes.overlap=true"])
     settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), (1.0,), 64, QUICK)
-    half = (memory_for(settings, 2, 8),)
-    private = replace(settings, founder=FOUNDER, memory=half, donors=donors)
+    private = replace(with_memory_for(settings, [2], 8), founder=FOUNDER, donors=donors)
     return run(Scenario(private, 4, 150.0, SEED, tuple(faults.parse(spec)), TypicalLink(0.01)))
 
 

@@ -25,7 +25,6 @@ from decentral.core.jobs import (
 from decentral.core.journal.events import CopyLine, MoveLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.engine import memory
 from decentral.engine.micro_batch_names import MicroBatchNames
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -57,7 +56,7 @@ def settings_for(fragments: int, *overrides: str, under_way: int = 8, step_s: fl
     settings = SwarmSettings.of(
         config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64, sweep.QUICK
     )
-    return replace(settings, memory=(sweep.memory_for(settings, fragments, under_way),))
+    return sweep.with_memory_for(settings, [fragments], under_way)
 
 
 def scenario(spec: str = "", seconds: float = 90.0, peers: int = 4, settings: SwarmSettings | None = None) -> Scenario:
@@ -324,8 +323,8 @@ def test_real_gradients_travel_through_spans_and_learn(narrow: tuple[str, ...], 
         *("train.warmup_steps=5", "routes.overlap=true"),
     ]
     unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64, sweep.QUICK)
-    settings = real_gradients(unspanned, tmp_path)
-    needs = memory.needs(settings.config, settings.fragments)
+    settings = sweep.in_parts(real_gradients(unspanned, tmp_path))
+    needs = settings.needs
     half = max(needs.span_bytes(0, 2), needs.span_bytes(2, len(needs.fragments)))
     settings = replace(settings, memory=(half,))
     losses: list[float] = []
