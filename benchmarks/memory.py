@@ -103,7 +103,7 @@ def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
     for fragment in compute.fragments:
         closed = compute.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(closed, jobs.WindowClosed)
-        partners = [jobs.Contribution(PeerId(n), 1, closed.lr_sum, closed.layout, closed.blob) for n in "BCD"]
+        partners = [jobs.Contribution(PeerId(n), 1, closed.layout, closed.blob) for n in "BCD"]
         merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
         assert isinstance(merged, jobs.Merged), merged
         compute.do(jobs.ExportState(fragment.index))

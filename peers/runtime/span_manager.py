@@ -17,7 +17,7 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event
 from decentral.core import rng
 from decentral.core.ids import PeerId
-from decentral.core.jobs import ChangeSpan, CopyKept, RetainedStates, SpanChanged
+from decentral.core.jobs import ChangeSpan, RetainedChanged, RetainedStates, SpanChanged
 from decentral.core.machine import Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
@@ -125,15 +125,15 @@ class SpanManager:
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
         """Continue a move after the training thread has changed the layers, or has failed to change them."""
         if event.accepted:
-            self.donor.retain(event.kept)
+            self.donor.retain(event.retained)
         return self.moved(event, now)
 
-    def copied(self, event: Answered | AskFailed | CopyKept, now: Seconds) -> list[Effect]:
+    def copied(self, event: Answered | AskFailed | RetainedChanged, now: Seconds) -> list[Effect]:
         """Continue a cold copy (a fragment's state on our disk) after a holder's answer, or when the disk has it."""
-        if isinstance(event, CopyKept):
-            if dict(event.kept).keys() != dict(self.donor.retained).keys():
+        if isinstance(event, RetainedChanged):
+            if dict(event.retained).keys() != dict(self.donor.retained).keys():
                 self.selection.roster.renew_soon(now)
-            self.donor.retain(event.kept)
+            self.donor.retain(event.retained)
         return self.cold_copies.handle(event, now)
 
     def settle(self, now: Seconds) -> list[Effect]:
