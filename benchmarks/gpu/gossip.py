@@ -22,7 +22,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.data import corpora
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.fragment import copy_in, copy_out
+from decentral.engine.fragment import copy_in
 from decentral.engine.measure import measure as measured
 
 WINDOW_S = 0.5
@@ -143,7 +143,7 @@ def copies(scale: Scale, compute: Compute) -> dict[str, float]:
     into = compute.gossip.tools.vector(gossiped.live.fragment.parameters)
     scale.wait()
     began = time.perf_counter()
-    arrive = copy_out(gossiped.live, into)
+    arrive = gossiped.live.copy_out(into)
     taken = time.perf_counter()
     arrive()
     arrived = time.perf_counter()
