@@ -191,7 +191,7 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
         slow = compute.do(jobs.EncodeSections(fragment.index, 1, names))
         assert isinstance(slow, jobs.SectionsEncoded), slow
         layout, blob = (*closed.layout, *slow.layout), closed.blob + slow.blob
-        partners = [jobs.Contribution(PeerId(name), 1, closed.lr_sum, layout, blob) for name in "BCD"]
+        partners = [jobs.Contribution(PeerId(name), 1, layout, blob) for name in "BCD"]
         merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
         assert isinstance(merged, jobs.Merged), merged
         compute.do(jobs.ExportState(fragment.index))

@@ -72,10 +72,10 @@ class Killing:
         match job, outcome:
             case _, jobs.StateExported(fragment, _, blob):
                 self.exported[fragment, blob] = now
-            case jobs.KeepCopy(fragment, _, blob), jobs.CopyKept(reason=""):
+            case jobs.RetainCopy(fragment, _, blob), jobs.RetainedChanged(reason=""):
                 self.disks[host.peer, fragment] = blob
                 self.copied_bytes += 0 if self.lost else len(blob)
-            case jobs.ChangeSpan(blobs=blobs), jobs.SpanChanged(accepted=True, kept=kept):
+            case jobs.ChangeSpan(blobs=blobs), jobs.SpanChanged(accepted=True, retained=kept):
                 assert isinstance(host.training, SurrogateWorkload)
                 for index in self.lost - self.ages.keys():
                     if any(one.index == index for one in host.training.fragments):

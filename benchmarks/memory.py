@@ -124,7 +124,7 @@ def exercise_whole(run: config.Config, span: tuple[int, int], folder: Path) -> N
 
 def merge(compute: Compute, window: jobs.WindowClosed) -> None:
     """Merge the window with three partners' windows, which are copies of it."""
-    partners = [jobs.Contribution(PeerId(n), 1, window.lr_sum, window.layout, window.blob) for n in "BCD"]
+    partners = [jobs.Contribution(PeerId(n), 1, window.layout, window.blob) for n in "BCD"]
     merged = compute.do(jobs.Merge(window.fragment, 1, tuple(partners)))
     assert isinstance(merged, jobs.Merged), merged
 

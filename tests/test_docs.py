@@ -169,6 +169,17 @@ def test_each_step_of_a_walk_names_a_function_of_its_file() -> None:
         assert not [step for step in steps if f"def {step[1]}(" not in (ROOT / step[0]).read_text()]
 
 
+def test_the_files_that_a_step_of_a_walk_names_define_its_private_functions() -> None:
+    steps = re.findall(
+        r"^\d+\. (.+?)(?=^\d+\. |^### |\Z)", section("docs/ARCHITECTURE.md", "## Four walks"), re.MULTILINE | re.DOTALL
+    )
+    for step in steps:
+        paths = [ROOT / path for path in re.findall(r"`([\w/]+/\w+\.py)`", step)]
+        beside = [paths[0].parent / name for name in re.findall(r"`(\w+\.py)`", step)]
+        text = "".join(path.read_text() for path in [*paths, *beside])
+        assert [name for name in re.findall(r"`(_\w+)`", step) if f"def {name}(" not in text] == []
+
+
 def test_what_the_package_index_shows_leads_nowhere_into_the_checkout() -> None:
     readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
     assert not [link for link in LINK.findall(readme["text"]) if not link.startswith("https://")]

@@ -22,11 +22,10 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.data import corpora
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.fragment import copy_in, copy_out
+from decentral.engine.fragment import copy_in
 from decentral.engine.measure import measure as measured
 
 WINDOW_S = 0.5
-LEAST_RATE = 1e-3  # stands for the learning rates of a partner's window, where ours has none yet
 JOBS_S = 40.0  # the longest that windows or a checkpoint may stay under way after their phase
 LEAST_STEPS = 3  # of a phase
 POLL_S = 0.02
@@ -111,9 +110,7 @@ class Conductor:
                 self.steps.setdefault(self.phase, []).append((time.perf_counter(), outcome.tokens))
             case jobs.WindowClosed():
                 self._note("closing a window", outcome.cost_s)
-                partner = jobs.Contribution(
-                    PeerId("B"), max(1, outcome.tokens), outcome.lr_sum or LEAST_RATE, outcome.layout, outcome.blob
-                )
+                partner = jobs.Contribution(PeerId("B"), max(1, outcome.tokens), outcome.layout, outcome.blob)
                 self.compute.submit(jobs.Merge(outcome.fragment, outcome.seq, (partner,)))
             case jobs.Merged():
                 self._note("merging", outcome.cost_s)
@@ -146,7 +143,7 @@ def copies(scale: Scale, compute: Compute) -> dict[str, float]:
     into = compute.gossip.tools.vector(gossiped.live.fragment.parameters)
     scale.wait()
     began = time.perf_counter()
-    arrive = copy_out(gossiped.live, into)
+    arrive = gossiped.live.copy_out(into)
     taken = time.perf_counter()
     arrive()
     arrived = time.perf_counter()

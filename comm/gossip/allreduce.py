@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip import influence
-from decentral.comm.gossip.update_rules import ClosedWeights, Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.comm.gossip.update_rules import ClosedWeights, Correction, PartnerWindow, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 
@@ -67,12 +67,12 @@ class AllReduceRule(UpdateRule):
         packer.add("theta", self.sections["theta"], theta)
         self.closed = window.tokens, ClosedWeights(theta, window.steps)
 
-    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
+    def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
         """Average all peers' weights into the new baseline; return the correction that sets our weights to it."""
         assert self.closed is not None, "merge without a close"
         (tokens, own), self.closed = self.closed, None
         everyone = [(self.peer, tokens, own.theta)]
-        everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
+        everyone += [(one.peer, one.tokens, one.vectors["theta"]) for one in partners]
         everyone.sort(key=lambda one: one[0])
         ours = next(place for place, (peer, *_) in enumerate(everyone) if peer == self.peer)
         claims = [count for _, count, _ in everyone]

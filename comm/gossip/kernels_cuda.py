@@ -58,15 +58,15 @@ class _Slot:
         return values if values.is_cuda else self.staged[place][: len(values)].copy_(values, non_blocking=True)
 
 
-class CudaKernels:
+class CudaKernels(CompiledKernels):
     """`OuterKernels` on a GPU. If the device fails, all methods raise the errors of cupy or CUDA."""
 
     def __init__(self, device: torch.device, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         """Compile the kernels for a device, and allocate staging buffers for chunks of `chunk_elements` numbers."""
         assert chunk_elements % 256 == 0, "a chunk has whole blocks"
+        super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device, self.chunk_elements = torch.device("cuda", index), chunk_elements
-        self._host = CompiledKernels()
         with torch.cuda.device(self.device):
             self._slots = [_Slot(self.device, chunk_elements) for _ in range(2)]
             self._module = _compiled()
@@ -76,7 +76,7 @@ class CudaKernels:
     ) -> tuple[bytes, float]:
         """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`)."""
         if code == SPARSE_CODEC:  # the largest numbers are chosen on the CPU
-            return self._host.close(snapshot, baseline, residual, code)
+            return super().close(snapshot, baseline, residual, code)
         n, blocks, signs = len(residual), -(-len(residual) // 128), np.int32(code == ONE_BIT_CODEC)
         if not n:
             return b"", 0.0
@@ -93,14 +93,6 @@ class CudaKernels:
             if int(peaks.max()) >= compiled_blocks.INFINITE:
                 raise ProtocolError(Reason.NAN, "expected a finite pseudo-gradient; some numbers are NaN or infinite")
             return blob.cpu().numpy().tobytes(), sqrt(float(squares.sum()))
-
-    def narrow(self, code: str, blob: bytes, elements: int) -> bytes:
-        """Convert a q4 blob, made by `close` with this code, to a blob of the same values in the code."""
-        return blockwise.narrowed(code, blob, elements)
-
-    def widen(self, code: str, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a q1 or sparse blob to a q4 blob of the same values (`OuterKernels.widen`)."""
-        return blockwise.widened(code, blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""

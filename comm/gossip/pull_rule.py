@@ -25,7 +25,7 @@ from decentral.comm.gossip.outer_kernels import (
 from decentral.comm.gossip.trust import PartnerHistory, WindowSample
 from decentral.comm.gossip.update_rules import (
     Correction,
-    Parts,
+    PartnerWindow,
     PulledWindow,
     RuleTools,
     UpdateRule,
@@ -154,30 +154,30 @@ class PullRule(UpdateRule):
         squares = sum(kernels.distance(self.phi[place], part) ** 2 for place, part in slow)
         numbers = sum(place.stop - place.start for place, _ in slow)
         distance = sqrt(squares * self.elements / numbers) if slow else 0.0
-        return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, slow, distance)
+        return PulledWindow(one.peer, one.tokens, {}, pseudo_gradient, length, slow, distance)
 
-    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
+    def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
         """Take the outer step with partners' windows, weighted by trust, and return the correction of the weights."""
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         experience, outliers = self.history.experience, self.history.outliers
-        partners = [part for part in parts if isinstance(part, PulledWindow)]
-        possible = [one for one in partners if experience.possible(one.length)]
+        pulled = [one for one in partners if isinstance(one, PulledWindow)]
+        possible = [one for one in pulled if experience.possible(one.length)]
         progress = experience.usual_progress([(one.peer, one.length) for one in possible])
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self._error())
-        differences = _differences(self.sample, self.tools.codecs, self.phi, partners)
-        lengths = [min(one.length, progress) for one in partners if one.slow]
+        differences = _differences(self.sample, self.tools.codecs, self.phi, pulled)
+        lengths = [min(one.length, progress) for one in pulled if one.slow]
         among = dict(zip(differences, outliers.trust([*differences.items()], lengths), strict=True))
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
-        claims, trust, new = self.history.believed(self.closed, partners, progress, read)
-        self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
-        self.work = _work(own, experience.lengths[-1], partners, new)
+        claims, trust, new = self.history.believed(self.closed, pulled, progress, read)
+        self.left_out = tuple(one.peer for one, counts in zip(pulled, trust, strict=True) if not counts)
+        self.work = _work(own, experience.lengths[-1], pulled, new)
         shares = influence.token_shares(own.tokens, claims, trust)
         near = experience.usual_distance([(one.peer, one.distance) for one in possible if one.slow])
         steps_taken = [Weighted(1.0 - sum(shares), blob)]
         vectors = OuterVectors(self.phi, self.baseline, self.tools.vector(self.elements))
-        for share, one in zip(shares, partners, strict=True):
+        for share, one in zip(shares, pulled, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
             if one.slow:
                 weight = share * among[one.peer] * experience.nearness(one.distance, near)
@@ -244,7 +244,7 @@ class PullRule(UpdateRule):
         """Return the pseudo-gradient, fp32 [n], that partners decode from our q4 bytes."""
         return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
-    def kept(self) -> Mapping[str, int]:
+    def state_lengths(self) -> Mapping[str, int]:
         """Return the name and length of each vector in `state`."""
         return dict.fromkeys(("phi", "owed"), self.elements)
 

@@ -185,7 +185,7 @@ def coded_as(layout: Layout, sent: Layout, codings: Layout) -> Layout:
 
 def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> Contribution:
     """Return a peer's window as the Contribution that the worker merges."""
-    return Contribution(peer, header.tokens, header.lr_sum, header.layout, blob)
+    return Contribution(peer, header.tokens, header.layout, blob)
 
 
 @dataclass(frozen=True, slots=True)

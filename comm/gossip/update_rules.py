@@ -73,17 +73,16 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartnerWindow:
     """A partner's window, decoded: fp32 vectors [n] in host memory by section name ([1] for a scalar section)."""
 
     peer: PeerId
     tokens: int
-    lr_sum: float
     vectors: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PulledWindow(Parts):
+class PulledWindow(PartnerWindow):
     """A partner's window in the `pull` algorithm, with its sections still encoded; the merge decodes them once."""
 
     pseudo_gradient: bytes | memoryview = b""  # encoded in q4
@@ -143,7 +142,7 @@ class UpdateRule:
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these sections of `on_request`; call it between a window's close and its merge."""
 
-    def read(self, one: Contribution) -> Parts:
+    def read(self, one: Contribution) -> PartnerWindow:
         """Return a partner's window, decoded; its layout must have been checked (`gossip_jobs.require_layout`).
 
         Raises:
@@ -151,7 +150,7 @@ class UpdateRule:
         """
         vectors = unpack(self.tools.codecs, one.layout, one.blob)
         self.check(vectors)
-        return Parts(one.peer, one.tokens, one.lr_sum, vectors)
+        return PartnerWindow(one.peer, one.tokens, vectors)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Check a partner's vectors, whose layout is right and whose numbers are finite; by default accept them all.
@@ -160,11 +159,11 @@ class UpdateRule:
             ProtocolError: If this rule cannot merge the vectors.
         """
 
-    def merge(self, parts: Sequence[Parts], steps: int) -> Correction | None:
+    def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction | None:
         """Take the outer step with partners' windows, and return the change of the live weights.
 
         Args:
-            parts: The partners' windows; if empty, the step uses our own window alone.
+            partners: The partners' windows; if empty, the step uses our own window alone.
             steps: Number of steps that this peer will have taken when the correction is applied.
         """
         raise NotImplementedError
@@ -185,11 +184,11 @@ class UpdateRule:
         """Pack this peer's sum of gradients in the round for the other holders of the fragment."""
         raise NotImplementedError
 
-    def advance(self, live: Live, parts: Sequence[Parts]) -> None:
+    def advance(self, live: Live, sums: Sequence[PartnerWindow]) -> None:
         """Take the round's step on the live tensors, with the gradient sums of all holders."""
         raise NotImplementedError
 
-    def kept(self) -> Mapping[str, int]:
+    def state_lengths(self) -> Mapping[str, int]:
         """Return the name and length of each vector in `state`, in the order of `state`."""
         return {}
 

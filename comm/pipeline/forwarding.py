@@ -221,9 +221,6 @@ class Forwarding:
         tag = ForwardTag(execution.local_id, hop.attempts)
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
-    def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
-        return self.scheduler.deadline_s(to, self._guess_s(execution, to))
-
     def _guess_s(self, execution: StageExecution, to: PeerId) -> Seconds:
         """Return the seconds that the remaining layers and transfers take without waiting, at usual speeds."""
         hop, more = execution.sent, max(0, self.load.hops_left(execution.last) - 1)
@@ -302,7 +299,8 @@ class Forwarding:
         if not sent.late:
             execution.events.append(("late at", peer))
             self.scheduler.missed(peer)
-        execution.sent.look_again(sent, now + self._deadline_s(execution, peer), late=True)
+        due = now + self.scheduler.deadline_s(peer, self._guess_s(execution, peer))
+        execution.sent.look_again(sent, due, late=True)
 
     def ran_out(self, hop: NextHop, now: Seconds) -> None:
         """Suspend the next peer of an execution whose time ran out, if that peer had the usual time to answer.

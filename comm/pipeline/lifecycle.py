@@ -35,7 +35,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, CommitDecision, Done, Hop, Refused
 from decentral.comm.wire.transport import Answered, AskFailed, Effect
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, ForwardDone
+from decentral.core.jobs import MOST_UNDER_WAY, Backward, BackwardDone, ExecutionFailed, ForwardDone
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import SUSPECT_GONE, Reason
 from decentral.core.units import Seconds
@@ -179,7 +179,9 @@ class ExecutionLifecycle:
         if not isinstance(execution, ForwardedExecution):
             self.completed += 1
             route = tuple(PeerId(hop.peer) for hop in hops)
-            self.admission.window.done(now - execution.started_at, route, self.admission.stage.max_own)
+            # If memory is counted by layers, more micro-batches than `capacity` fit that run through few of ours.
+            most = MOST_UNDER_WAY if self.admission.stage.activations else self.admission.stage.capacity
+            self.admission.window.done(now - execution.started_at, route, most)
             self.table.commits.commit(execution.id, hops, done.tokens)
             self.table.end(execution, ExecutionEvent.COMPLETED, "complete")
             self.table.ledger.completed(execution.local_id, hops)

@@ -20,7 +20,6 @@ from decentral.core.fragments import (
     layout_bytes,
 )
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.layer_work import UNMEASURED, KindCosts, forward_share, share
 from decentral.core.units import Seconds
 
@@ -86,15 +85,6 @@ class StageConfig:
     def later_entries(self, layer: int) -> int:
         """Return the number of layers after this one with which another peer's execution may begin at this peer."""
         return len(self._entries) - bisect.bisect_right(self._entries, layer)
-
-    @property
-    def max_own(self) -> int:
-        """Return the largest number of our own micro-batches that may be in flight.
-
-        Without `self.activations` the result is `self.capacity`. With `self.activations`, a micro-batch that runs
-        through few layers needs little memory, so that more of them fit: the result is MOST_UNDER_WAY (core/jobs.py).
-        """
-        return MOST_UNDER_WAY if self.activations else self.capacity
 
     def memory_share(self, first: int, last: int) -> float:
         """Return the memory of an execution through layers [first, last), as a share of that through all our layers."""

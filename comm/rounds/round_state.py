@@ -302,7 +302,7 @@ def _contributions(fragment: int, found: dict[Key, Envelope]) -> tuple[Contribut
     """Return a fragment's sums, without empty sums, sorted by the id of the peer that made each sum."""
     sums = sorted((origin, envelope) for (origin, index), envelope in found.items() if index == fragment)
     return tuple(
-        Contribution(origin, head.tokens, 0.0, head.layout, envelope.blob)
+        Contribution(origin, head.tokens, head.layout, envelope.blob)
         for origin, envelope in sums
         if isinstance(head := envelope.message, Snapshot) and head.tokens
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decentral.comm.codecs.sections import Packer
-from decentral.comm.gossip.update_rules import SCALAR, Parts, UpdateRule
+from decentral.comm.gossip.update_rules import SCALAR, PartnerWindow, UpdateRule
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
@@ -48,17 +48,17 @@ class SynchronousRule(UpdateRule):
         """Pack the sum of the gradients that this peer has computed in the round, as fp32 [n]."""
         packer.add("gradient", self.sections["gradient"], live.grad)
 
-    def advance(self, live: Live, parts: Sequence[Parts]) -> None:
-        """Take the optimizer's step on `live` with the mean gradient per token of `parts`, then zero `live.grad`.
+    def advance(self, live: Live, sums: Sequence[PartnerWindow]) -> None:
+        """Take the optimizer's step on `live` with the mean gradient per token of `sums`, then zero `live.grad`.
 
-        `parts` are the sums of gradients of all members that train the fragment, this peer included. If the sums
+        `sums` are the sums of gradients of all members that train the fragment, this peer included. If the sums
         contain no tokens, nothing changes.
         """
-        tokens = sum(part.tokens for part in parts)
+        tokens = sum(one.tokens for one in sums)
         if tokens:
             live.grad.zero_()
-            for part in sorted(parts, key=lambda one: one.peer):
-                live.grad.add_(part.vectors["gradient"])
+            for one in sorted(sums, key=lambda one: one.peer):
+                live.grad.add_(one.vectors["gradient"])
             step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
             live.grad.zero_()
 

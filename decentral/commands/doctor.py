@@ -57,7 +57,7 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
     Raises:
         UserError: If an address of --join is not valid, or the state folder cannot be read.
     """
-    here = machine.python_and_packages()
+    here = [machine.python(), machine.packages()]
     for finding in here:
         yield finding
     if any_wrong(here):

@@ -57,7 +57,8 @@ def _main(flags: argparse.Namespace) -> None:
 def _pushed(flags: argparse.Namespace, folder: Path, place: str, link: Path) -> PushResult:
     with ExitStack() as stack:
         hashed = _teller("hashed", None, flags.json, time.monotonic)
-        upload = opened_upload(folder, _peer_of(folder), link, stack, hashed)
+        peer = Identity.load_or_create(folder / KEY).peer if (folder / KEY).exists() else PeerId("")
+        upload = opened_upload(folder, peer, link, stack, hashed)
         with asking(place):
             sent = _teller("sent", upload.manifest.size, flags.json, time.monotonic)
             result = push(upload, store_of(place), flags.keep, SendPace(flags.rate), sent)
@@ -91,11 +92,6 @@ def _teller(done: str, size: int | None, as_json: bool, clock: Callable[[], Seco
             print(strict_json.dumps({done: count} | known) if as_json else line, flush=True)
 
     return tell
-
-
-def _peer_of(folder: Path) -> PeerId:
-    """Return the id of the peer whose state folder it is; "" if the folder has no key."""
-    return Identity.load_or_create(folder / KEY).peer if (folder / KEY).exists() else PeerId("")
 
 
 def kept(text: str) -> int:

@@ -35,11 +35,10 @@ AppliedTokens = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Another peer's encoded update of a fragment, with the tokens and summed learning rates of that peer's steps."""
+    """Another peer's encoded update of a fragment, with the tokens of that peer's steps."""
 
     peer: PeerId
     tokens: int
-    lr_sum: float
     layout: Layout
     blob: bytes
 
@@ -283,8 +282,8 @@ class ExportRetained:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepCopy:
-    """Job: write another peer's state of a fragment, at learning-rate step `step`, to the disk. Outcome: `CopyKept`."""
+class RetainCopy:
+    """Job: write another peer's state of a fragment, at step `step`, to the disk. Outcome: `RetainedChanged`."""
 
     fragment: int
     layout: Layout
@@ -294,7 +293,7 @@ class KeepCopy:
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """Job: delete the retained state of a fragment if its learning-rate step is `step`. Outcome: `CopyKept`."""
+    """Job: delete the retained state of a fragment if its learning-rate step is `step`. Outcome: `RetainedChanged`."""
 
     fragment: int
     step: int
@@ -332,7 +331,7 @@ class Advance:
 StageJob = Draw | Forward | Backward | Forget | Compare | Seal | Apply | Drop | Undo
 RoundJob = CloseRound | Advance
 GossipJob = CloseWindow | Rest | EncodeSections | Merge | ExportState
-SpanJob = ChangeSpan | ExportRetained | KeepCopy | DropCopy
+SpanJob = ChangeSpan | ExportRetained | RetainCopy | DropCopy
 Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save | Start | Finish | StageJob
 
 
@@ -576,15 +575,15 @@ class SpanChanged:
 
     accepted: bool
     reason: str = ""
-    kept: RetainedStates = ()  # stored states of fragments that this peer no longer trains
+    retained: RetainedStates = ()  # stored states of fragments that this peer no longer trains
 
 
 @dataclass(frozen=True, slots=True)
-class CopyKept:
-    """Outcome of KeepCopy or DropCopy: the states that the disk retains now."""
+class RetainedChanged:
+    """Outcome of RetainCopy or DropCopy: the states that the disk retains now."""
 
     fragment: int
-    kept: RetainedStates
+    retained: RetainedStates
     reason: str = ""  # why the disk refused the copy; "" if the job succeeded
 
 
@@ -609,6 +608,6 @@ class RoundClosed:
 
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Undone | Forgotten | Stepped
 GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | StateExported
-SpanOutcome = SpanChanged | RetainedExported | CopyKept
+SpanOutcome = SpanChanged | RetainedExported | RetainedChanged
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | SaveFailed | Started
 Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

@@ -65,6 +65,10 @@ class CopyMemory(Protocol):
         """Return copies of the tensors by name."""
 
 
+Arrive = Callable[[], None]
+"""A function that waits until a copy is in host memory; call it on the worker thread."""
+
+
 class Live:
     """A fragment's weights in training (theta [n]), their gradient and optimizer state, and counts for gossip.
 
@@ -224,9 +228,35 @@ class Live:
             tensors[name].copy_(value)
         self.touched.update(values)
 
-    def copy_out(self, into: Tensor) -> "Arrive":
-        """Begin to copy theta to host memory between two steps, as the function `copy_out` describes."""
-        return copy_out(self, into)
+    def copy_out(self, into: Tensor) -> Arrive:
+        """Begin to copy theta's present values to host memory. Call it on the training thread, between two steps.
+
+        Args:
+            into: fp32 vector [n] in host memory, pinned if theta is on a GPU.
+
+        Returns:
+            The function that waits until `into` holds the copy.
+        """
+        if self.theta.device.type == "cpu":
+            self.copy_theta(into)
+            return lambda: None
+        staged = torch.empty(into.shape, dtype=into.dtype, device=self.theta.device)
+        self.copy_theta(staged)
+        if not accelerator.has_streams(staged.device):
+            into.copy_(staged)
+            return lambda: None
+        streams = accelerator.streams(staged.device)
+        taken = streams.Event()
+        taken.record(streams.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
+
+        def arrive() -> None:
+            side = accelerator.side_stream(staged.device)
+            with streams.stream(side):
+                side.wait_event(taken)
+                into.copy_(staged, non_blocking=True)
+            side.synchronize()  # only now is `into` complete, and `staged` no longer needed
+
+        return arrive
 
     def copy_in(self, vector: Tensor) -> Tensor:
         """Copy a correction [n] from host memory to the device, for `add`. Call it on the worker thread."""
@@ -278,42 +308,6 @@ class Live:
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
-
-
-Arrive = Callable[[], None]
-"""A function that waits until a copy is in host memory; call it on the worker thread."""
-
-
-def copy_out(live: Live, into: Tensor) -> Arrive:
-    """Begin to copy theta's present values to host memory. Call it on the training thread, between two steps.
-
-    Args:
-        live: The fragment.
-        into: fp32 vector [n] in host memory, pinned if theta is on a GPU.
-
-    Returns:
-        The function that waits until `into` holds the copy.
-    """
-    if live.theta.device.type == "cpu":
-        live.copy_theta(into)
-        return lambda: None
-    staged = torch.empty(into.shape, dtype=into.dtype, device=live.theta.device)
-    live.copy_theta(staged)
-    if not accelerator.has_streams(staged.device):
-        into.copy_(staged)
-        return lambda: None
-    streams = accelerator.streams(staged.device)
-    taken = streams.Event()
-    taken.record(streams.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
-
-    def arrive() -> None:
-        side = accelerator.side_stream(staged.device)
-        with streams.stream(side):
-            side.wait_event(taken)
-            into.copy_(staged, non_blocking=True)
-        side.synchronize()  # only now is `into` complete, and `staged` no longer needed
-
-    return arrive
 
 
 def copy_in(vector: Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decentral.comm.codecs.sections import Codecs, Packer, unpack
 from decentral.comm.gossip import update_rules
-from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.comm.gossip.update_rules import Correction, PartnerWindow, RuleTools, UpdateRule, Window
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout, layout_bytes
@@ -96,7 +96,7 @@ class GossipedFragment:
         """Yield each name that `with_rule` yields, with a tensor of the same shape on the meta device."""
         for name, tensor in self.live.shapes().items():
             yield f"{self.index}.{name}", tensor
-        for name, elements in self.rule.kept().items():
+        for name, elements in self.rule.state_lengths().items():
             yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
 
     def with_rule(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +125,7 @@ class GossipedFragment:
         yield from self.correct(correction)
         return correction is not None
 
-    def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
+    def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[PartnerWindow], list[tuple[PeerId, str]]]:
         """Return the contributions that pass the checks, and (partner, reason) for each refused contribution."""
         parts, rejected = [], []
         for one in contributions:

@@ -95,7 +95,7 @@ def time_kind(job: jobs.Job) -> str:
             return "evaluation"
         case jobs.ExportState() | jobs.ImportState() | jobs.ChangeSpan():
             return "state"
-        case jobs.ExportRetained() | jobs.KeepCopy() | jobs.DropCopy():
+        case jobs.ExportRetained() | jobs.RetainCopy() | jobs.DropCopy():
             return "state"
         case jobs.SetClock() | jobs.Start():
             return "state"
@@ -179,8 +179,8 @@ class JobRunner(ABC):
                 return change_span(job, self.span, self.retained, self.counters)
             case jobs.ExportRetained(fragment):
                 return self._export_retained(fragment)
-            case jobs.KeepCopy():
-                return self._keep_copy(job)
+            case jobs.RetainCopy():
+                return self._retain_copy(job)
             case jobs.DropCopy(fragment, step):
                 return self._drop_copy(fragment, step)
             case jobs.Evaluate():
@@ -247,19 +247,19 @@ class JobRunner(ABC):
         step, layout, blob = self.retained.read(fragment) or (0, (), b"")
         return jobs.RetainedExported(fragment, step, layout, blob)
 
-    def _keep_copy(self, job: jobs.KeepCopy) -> Program:
+    def _retain_copy(self, job: jobs.RetainCopy) -> Program:
         yield Phase.BESIDE
         try:
             self.retained.write_copy((job.fragment, job.layout, job.blob), job.step)
         except OSError as error:
-            return jobs.CopyKept(job.fragment, self.retained_states(), f"{type(error).__name__}: {error}")
-        return jobs.CopyKept(job.fragment, self.retained_states())
+            return jobs.RetainedChanged(job.fragment, self.retained_states(), f"{type(error).__name__}: {error}")
+        return jobs.RetainedChanged(job.fragment, self.retained_states())
 
     def _drop_copy(self, fragment: int, step: int) -> Program:
         yield Phase.BESIDE
         if (fragment, step) in self.retained_states():  # else a change of span has written a newer state
             self.retained.forget([fragment])
-        return jobs.CopyKept(fragment, self.retained_states())
+        return jobs.RetainedChanged(fragment, self.retained_states())
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)

@@ -18,7 +18,7 @@ from torch import Tensor
 from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip.pull_rule import PullRule
 from decentral.comm.gossip.trust import WindowSample
-from decentral.comm.gossip.update_rules import Correction, Parts, PulledWindow, RuleTools, UpdateRule, Window
+from decentral.comm.gossip.update_rules import Correction, PartnerWindow, PulledWindow, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
@@ -106,13 +106,13 @@ class ShardedPullRule(PullRule):
             self._gather((Slot.PHI,))
         return super().read(one)
 
-    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
+    def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
         """Take the outer step with partners' windows, and return the correction of the weights."""
         if self.sample is None:
             own = self.shards.host.get(self.index, Slot.RESIDUAL, take=False)
             self.sample = WindowSample.drawn(self.elements, own)
         self._gather((Slot.PHI, Slot.BASELINE, *((Slot.RESIDUAL,) if self.unsent_kept else ())))
-        correction = super().merge(parts, steps)
+        correction = super().merge(partners, steps)
         if self._baseline_is_sum:
             self._scatter((Slot.PHI,))
             self.shards.drop(self.index, Slot.BASELINE)

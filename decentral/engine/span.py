@@ -269,7 +269,7 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
     span.gossip.begin_anew(gained)
     retained.forget(gained)
     counters.follow(job.step)
-    return jobs.SpanChanged(True, kept=retained.steps(cut.index for cut in span.cuts))
+    return jobs.SpanChanged(True, retained=retained.steps(cut.index for cut in span.cuts))
 
 
 def _reason(error: Exception) -> Reason:

@@ -436,7 +436,7 @@ def _handled_bytes(job: jobs.Job, outcome: jobs.Outcome) -> int:
     match job, outcome:
         case jobs.Merge(contributions=parts), _:
             return sum(len(part.blob) for part in parts)
-        case jobs.KeepCopy(blob=blob), _:
+        case jobs.RetainCopy(blob=blob), _:
             return len(blob)
         case jobs.ImportState(blobs=blobs) | jobs.ChangeSpan(blobs=blobs), _:
             return sum(len(blob) for _, _, blob in blobs)

@@ -93,28 +93,12 @@ def changed(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
     return change(blob)
 
 
-def _nan(content: bytes) -> bytes:
-    return b"\xff" * len(content)
-
-
 def _scaled(content: bytes) -> bytes:
     """Multiply the bf16 scale of the first encoded block, which is in the first two bytes, by 64."""
     if len(content) < 2:
         return content
     larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
     return larger.to_bytes(2, "little") + content[2:]
-
-
-def _zero(own: Vectors, honest: Honest, liar: str) -> Vectors:
-    return {name: torch.zeros_like(vector) for name, vector in own.items()}
-
-
-def _grown(own: Vectors, honest: Honest, liar: str) -> Vectors:
-    return _progress(own, lambda vector: GROWN * vector)
-
-
-def _huge(own: Vectors, honest: Honest, liar: str) -> Vectors:
-    return {name: torch.full_like(vector, HUGE) for name, vector in own.items()}
 
 
 def _flipped(own: Vectors, honest: Honest, liar: str) -> Vectors:
@@ -162,10 +146,6 @@ def _hidden(own: Vectors, honest: Honest, liar: str) -> Vectors:
     return _elsewhere(_copied(own, honest, liar), 0.0)
 
 
-def _astray(own: Vectors, honest: Honest, liar: str) -> Vectors:
-    return _elsewhere(_copied(own, honest, liar), ASTRAY)
-
-
 def _elsewhere(own: Vectors, value: float) -> Vectors:
     """Return the sections with each number set to `value`; only the pseudo-gradient stays unchanged."""
     return {name: vector if name == PSEUDO_GRADIENT else torch.full_like(vector, value) for name, vector in own.items()}
@@ -185,9 +165,9 @@ def _progress(own: Vectors, change: Callable[[Tensor], Tensor]) -> Vectors:
 
 
 FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
-    "zero": _zero,
-    "grown": _grown,
-    "huge": _huge,
+    "zero": lambda own, honest, liar: {name: torch.zeros_like(vector) for name, vector in own.items()},
+    "grown": lambda own, honest, liar: _progress(own, lambda vector: GROWN * vector),
+    "huge": lambda own, honest, liar: {name: torch.full_like(vector, HUGE) for name, vector in own.items()},
     "flipped": _flipped,
     "opposed": _opposed,
     "little": _little,
@@ -198,7 +178,7 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "belated": _copied,
     "blurred": _blurred,
     "hidden": _hidden,
-    "astray": _astray,
+    "astray": lambda own, honest, liar: _elsewhere(_copied(own, honest, liar), ASTRAY),
 }
 TIMES_TOKENS: Mapping[str, int] = {
     "tokens": TOKENS,
@@ -206,7 +186,7 @@ TIMES_TOKENS: Mapping[str, int] = {
     **dict.fromkeys(("copied", "belated", "blurred", "hidden", "astray"), COPIED_TOKENS),
 }
 
-GARBLED: Mapping[str, Callable[[bytes], bytes]] = {"nan": _nan, "scaled": _scaled}
+GARBLED: Mapping[str, Callable[[bytes], bytes]] = {"nan": lambda content: b"\xff" * len(content), "scaled": _scaled}
 
 
 def falsify_gradient(kind: str, seed: str, envelope: Envelope, codecs: Codecs, before: Envelope) -> Envelope:

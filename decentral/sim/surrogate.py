@@ -28,7 +28,7 @@ from decentral.engine.micro_batch_names import MicroBatchNames
 from decentral.engine.span import RetainedState
 from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program
-from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
+from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, SyntheticCodecs, loss_of
 from decentral.sim.surrogate_stages import SurrogateStages
 
 
@@ -107,7 +107,8 @@ class SurrogateSpan:
     def __init__(self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, first: int, last: int) -> None:
         """Begin with layers [first, last); `chance` generates the noise of training."""
         self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
-        codecs = model.synthetic_codecs()
+        mean = sum(cut.parameters for cut in model.cuts) / len(model.cuts)
+        codecs = SyntheticCodecs(model.codecs, mean / NUMBERS)  # blobs have the size of the model's mean fragment
         self.gossip = FragmentGossip(model.config.gossip, peer, RuleTools(codecs, TorchKernels(codecs)))
         self.fragments: list[Fragment] = []
         self.build_layers(first, last)

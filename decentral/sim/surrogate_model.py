@@ -76,10 +76,6 @@ class SurrogateModel:
     # (layer, sequences) -> the layouts of the activations that enter the layer, and of the gradient that is sent back
     forms: Callable[[int, int], ActivationForms]
 
-    def synthetic_codecs(self) -> SyntheticCodecs:
-        """Return codecs whose blobs have the size of this model's mean fragment."""
-        return SyntheticCodecs(self.codecs, sum(cut.parameters for cut in self.cuts) / len(self.cuts) / NUMBERS)
-
 
 def loss_of(weights: Sequence[Numbers]) -> float:
     """Return the loss of these fragments: the mean square of their weights, because the optimum is 0."""

@@ -180,7 +180,7 @@ class Node:
         self.handlers.register(spans.moved, MoveTag, LeaseTag)
         self.handlers.register(spans.asked, LeaseRequest)
         self.handlers.register(spans.changed, jobs.SpanChanged)
-        self.handlers.register(spans.copied, CopyTag, jobs.CopyKept)
+        self.handlers.register(spans.copied, CopyTag, jobs.RetainedChanged)
         self.handlers.register(spans.swarm_plans.handle, PlansEvaluated, spans.swarm_plans.key)
         self.record_gossip.pass_on(spans.swarm_plans)
 

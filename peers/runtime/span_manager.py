@@ -17,7 +17,7 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event
 from decentral.core import rng
 from decentral.core.ids import PeerId
-from decentral.core.jobs import ChangeSpan, CopyKept, RetainedStates, SpanChanged
+from decentral.core.jobs import ChangeSpan, RetainedChanged, RetainedStates, SpanChanged
 from decentral.core.machine import Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
@@ -30,7 +30,7 @@ from decentral.peers.runtime.route_planner import RoutePlanner
 from decentral.peers.runtime.setup import PresentSetup
 from decentral.scheduler.placement.cold_copies import ColdCopies
 from decentral.scheduler.placement.evaluate import EvaluatePlans, TrainingPeer
-from decentral.scheduler.placement.move import Drained, MoveEffect, MovePhase, SpanMove, UseSpan
+from decentral.scheduler.placement.move import Drained, MoveCause, MoveEffect, MovePhase, SpanMove, UseSpan
 from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
 from decentral.scheduler.throughput.link_limits import TokenLinks
@@ -81,18 +81,18 @@ class SpanManager:
         effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
         effects += self.cold_copies.review(members, self._stored(members), now)
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
-        if move.why == "plan" and (plans.adopted is not None or move.phase is MovePhase.LEASING):
+        if move.cause is MoveCause.PLAN and (plans.adopted is not None or move.phase is MovePhase.LEASING):
             effects += self._carry_out(move.abandon_unless_to(plans.planned_span(move.held), now), now)
-        elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
+        elif move.cause is MoveCause.RELIEF and not self.layer_recovery.is_left(move.target):
             # Another peer has taken the layers.
             effects += self._carry_out(move.abandon_unless_to(move.held, now), now)
         brought = [index for index in move.target if index not in move.held and not self.holders(index)]
-        if lost is not None and move.why == "plan" and move.phase is MovePhase.LEASING and not brought:
+        if lost is not None and move.cause is MoveCause.PLAN and move.phase is MovePhase.LEASING and not brought:
             effects += self._carry_out(move.abandon_unless_to(move.held, now), now)  # lost layers are more urgent
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         if lost is not None:
-            began = move.begin(lost[0], "lost", now, may_initialise=lost[1])
+            began = move.begin(lost[0], MoveCause.RECOVERY, now, may_initialise=lost[1])
         elif relief is not None:
             began = self._relieve(relief, now)
         else:
@@ -105,11 +105,11 @@ class SpanManager:
             return []
         unheld = [index for index in target if index not in held and not self.holders(index)]
         initial = all(index in self.layer_recovery.initial or self._is_retained(index) for index in unheld)
-        return self.span_move.begin(target, "plan", now, initial)
+        return self.span_move.begin(target, MoveCause.PLAN, now, initial)
 
     def _relieve(self, target: range, now: Seconds) -> list[MoveEffect]:
         self.layer_recovery.relief_tried(now)
-        effects = self.span_move.begin(target, "relief", now)
+        effects = self.span_move.begin(target, MoveCause.RELIEF, now)
         if self.span_move.phase is not MovePhase.IDLE:
             self.swarm_plans.drop_adopted()  # the plan is older than the move, and might move us back
         return effects
@@ -125,15 +125,15 @@ class SpanManager:
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
         """Continue a move after the training thread has changed the layers, or has failed to change them."""
         if event.accepted:
-            self.donor.retain(event.kept)
+            self.donor.retain(event.retained)
         return self.moved(event, now)
 
-    def copied(self, event: Answered | AskFailed | CopyKept, now: Seconds) -> list[Effect]:
+    def copied(self, event: Answered | AskFailed | RetainedChanged, now: Seconds) -> list[Effect]:
         """Continue a cold copy (a fragment's state on our disk) after a holder's answer, or when the disk has it."""
-        if isinstance(event, CopyKept):
-            if dict(event.kept).keys() != dict(self.donor.retained).keys():
+        if isinstance(event, RetainedChanged):
+            if dict(event.retained).keys() != dict(self.donor.retained).keys():
                 self.selection.roster.renew_soon(now)
-            self.donor.retain(event.kept)
+            self.donor.retain(event.retained)
         return self.cold_copies.handle(event, now)
 
     def settle(self, now: Seconds) -> list[Effect]:

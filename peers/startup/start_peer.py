@@ -8,7 +8,6 @@ libp2p starts first; torch and the training code are loaded in a thread meanwhil
 
 import asyncio
 import resource
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from decentral.comm.net import ports
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.commands import shared
-from decentral.core.ids import PeerId
 from decentral.engine import compile_caches
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.runtime.clock import SwarmClock
@@ -61,7 +59,8 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         compile_caches.keep_in(folder.path)
         if flags.resume_from:
             folder.restore(Path(flags.resume_from))
-        asked = flags.of_restart(bool(folder.look_at_run()), bool(_known_peers(folder))) if again else flags
+        known = AddressBook.load(folder.path / "peers.json").known
+        asked = flags.of_restart(bool(folder.look_at_run()), bool(known)) if again else flags
         own = Identity.load_or_create(folder.path / "identity.key")
         # Do not use asyncio's default executor: asyncio waits for it at exit, which would delay an error message.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
@@ -102,10 +101,6 @@ async def _listen(start: PeerStart, clock: SwarmClock) -> PeerNetwork:
         said = str(error).removesuffix(f"; {ports.TAKEN}")
         start.warnings.append(f"{said}, where this peer listened before; it listens at a free port instead")
     return await LOADED_NETWORK.start(key, wanted, announce, clock, shared.starting)
-
-
-def _known_peers(folder: state.StateFolder) -> Mapping[PeerId, Sequence[str]]:
-    return AddressBook.load(folder.path / "peers.json").known
 
 
 def _metrics_server(address: tuple[str, int] | None) -> "AbstractContextManager[MetricsServer | None]":

@@ -24,7 +24,7 @@ from random import Random
 from decentral.comm.wire.transport import Answered, AskFailed, Effect
 from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import CopyKept, DropCopy, KeepCopy, RetainedStates
+from decentral.core.jobs import DropCopy, RetainCopy, RetainedChanged, RetainedStates
 from decentral.core.journal.events import CopyLine
 from decentral.core.journal.field_kinds import Outcome
 from decentral.core.machine import Log
@@ -84,7 +84,7 @@ class ColdCopies:
     _next_at: dict[int, Seconds] = field(default_factory=dict)  # fragment -> earliest time of our next copy of it
     _reviewed_at: Seconds = 0.0
     _began_at: Seconds = 0.0
-    _writes: KeepCopy | None = None  # the copy that the disk is writing
+    _writes: RetainCopy | None = None  # the copy that the disk is writing
 
     def __post_init__(self) -> None:
         """Create `self.fetch`, the machine that fetches a fragment's state from its holder."""
@@ -119,9 +119,9 @@ class ColdCopies:
         first = min(allowed, key=lambda index: (due[index], index), default=None)
         return [] if first is None or now < due[first] else self._begin(first, now)
 
-    def handle(self, event: Answered | AskFailed | CopyKept, now: Seconds) -> list[Effect]:
+    def handle(self, event: Answered | AskFailed | RetainedChanged, now: Seconds) -> list[Effect]:
         """Continue the fetch with a holder's answer, or end the copy that the disk has written or refused."""
-        if not isinstance(event, CopyKept):
+        if not isinstance(event, RetainedChanged):
             effects = self.fetch.handle(event, now) if self.fetch.incoming else []
             return [*effects, *(self._keep() if self.fetch.incoming and self.fetch.complete else ())]
         if self._writes is None or self._writes.fragment != event.fragment:
@@ -216,7 +216,7 @@ class ColdCopies:
     def _keep(self) -> list[Effect]:
         (incoming,) = self.fetch.incoming.values()
         ((fragment, layout, blob),) = self.fetch.donated()
-        self._writes, self.fetch = KeepCopy(fragment, layout, blob, incoming.step), self._new_fetch()
+        self._writes, self.fetch = RetainCopy(fragment, layout, blob, incoming.step), self._new_fetch()
         return [self._writes]
 
     def _line(

@@ -19,7 +19,7 @@ taker that has fetched the layer, and waits for leases itself, grants a lease, t
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from random import Random
 from typing import Protocol
 
@@ -55,6 +55,14 @@ class MovePhase(Enum):
     LEASING = auto()
     DRAINING = auto()
     SWITCHING = auto()
+
+
+class MoveCause(StrEnum):
+    """Why a peer moves. The journal has the value."""
+
+    RECOVERY = "lost"  # some layers have lost their last holder (recover.py)
+    RELIEF = "relief"  # only peers with the whole model hold some layers (recover.py)
+    PLAN = "plan"  # the adopted plan gives this peer other layers (plans.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +168,8 @@ class GrantedLeases:
 
     def bind(self, fragment: int, holders: Collection[PeerId], now: Seconds) -> bool:
         """Return whether at least one of these holders has an unexpired lease, so this peer must keep the fragment."""
-        unexpired = {peer: until for peer, until in self.until.pop(fragment, {}).items() if now < until}
-        if unexpired:
-            self.until[fragment] = unexpired
-        return any(peer in holders for peer in unexpired)
+        self._forget(now)
+        return any(peer in holders for peer in self.until.get(fragment, {}))
 
 
 @dataclass(slots=True)
@@ -202,7 +208,7 @@ class SpanMove:
     held: range
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
-    why: str = ""  # cause of the last move: "lost" or "relief" (recover.py), or "plan" (plans.py)
+    cause: MoveCause | None = None  # of the last move
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
@@ -225,24 +231,25 @@ class SpanMove:
         """Return whether executions that have not finished in time must be given up, as others wait for the move."""
         if self.phase is not MovePhase.DRAINING or now < self._drain_until:
             return False
-        return self.why == "plan" or self._brings(now) or not all(map(self.view.holders, {*self.target} - {*self.held}))
+        lacks_holder = not all(map(self.view.holders, {*self.target} - {*self.held}))
+        return self.cause is MoveCause.PLAN or self._brings(now) or lacks_holder
 
     @property
     def needed(self) -> int:
         """Return how many other holders each given-up layer must keep."""
-        return 1 if self.why in ("lost", "plan") else self.replicas
+        return self.replicas if self.cause is MoveCause.RELIEF else 1
 
     @property
     def given_up(self) -> list[int]:
         """Return the fragments that this peer gives up by the move under way; [] without a move."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
+    def begin(self, target: range, cause: MoveCause, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
         """Begin a move; do nothing if a move is under way or this peer holds the target already.
 
         Args:
             target: The fragments to hold afterwards.
-            why: The cause: "lost", "relief" or "plan".
+            cause: Why this peer moves.
             now: Unix time in seconds.
             may_initialise: Whether fragments that no peer holds or retains may start from initial weights. Otherwise
                 a move to such fragments fails.
@@ -250,7 +257,7 @@ class SpanMove:
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
         self._enter(MovePhase.FETCHING)
-        self.target, self.why, self._began_at = target, why, now
+        self.target, self.cause, self._began_at = target, cause, now
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
         bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.given_up]
@@ -258,7 +265,6 @@ class SpanMove:
             return self._fail(Reason.PROMISED, now)
         if any(len(self._keepers(index)) < self.needed for index in self.given_up):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
-        self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
         if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
             return self._fail(Reason.DONORS, now)
@@ -303,9 +309,7 @@ class SpanMove:
 
     def _enter(self, phase: MovePhase) -> None:
         ends = phase is MovePhase.IDLE and self.phase is not MovePhase.IDLE
-        assert ends or phase.value == self.phase.value + 1, (
-            f"a span move cannot go from {self.phase.name} to {phase.name}"
-        )
+        assert ends or phase.value == self.phase.value + 1, f"cannot go from {self.phase.name} to {phase.name}"
         self.phase = phase
 
     def _proceed(self, now: Seconds) -> list[MoveEffect]:
@@ -350,7 +354,7 @@ class SpanMove:
     def _leases_heard(self, now: Seconds) -> list[MoveEffect]:
         """Begin to drain if enough leases were granted; otherwise fail the move, or let a move by a plan wait."""
         if self._unleased:
-            waits = self.why == "plan" and (now < self._lease_until or self._brings(now))
+            waits = self.cause is MoveCause.PLAN and (now < self._lease_until or self._brings(now))
             return [] if waits else self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
         self._drain_until, self.wake_at = now + DRAIN_MOST_S, now + MOVE_RETRY_S
@@ -364,11 +368,11 @@ class SpanMove:
     def _keepers(self, index: int) -> Sequence[PeerId]:
         """Return the other peers whose leases count: holders and, in a move by a plan, takers.
 
-        In a "relief" move, peers with the whole model do not count.
+        In a move for relief, peers with the whole model do not count.
         """
-        if self.why == "relief":
+        if self.cause is MoveCause.RELIEF:
             return self.view.part_holders(index)
-        takers = self.view.takers(index) if self.why == "plan" else ()
+        takers = self.view.takers(index) if self.cause is MoveCause.PLAN else ()
         return sorted({*self.view.holders(index), *takers})
 
     def _lessors_are_gone(self) -> bool:
@@ -395,18 +399,18 @@ class SpanMove:
     def _line(self, outcome: Outcome, reason: str, now: Seconds) -> Log:
         first, last = self.budget.needs.span(self.target.start, self.target.stop)
         donors, seconds = tuple(sorted(self.fetch.used)), round(now - self._began_at, 3)
+        assert self.cause is not None, "a move has a cause"
         line = MoveLine(
-            outcome=outcome, reason=reason, why=self.why, first=first, last=last, donors=donors, seconds=seconds
+            outcome=outcome, reason=reason, why=self.cause, first=first, last=last, donors=donors, seconds=seconds
         )
         return Log(line)
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[MoveEffect]:
         """Answer another peer's lease request for a fragment.
 
-        If both peers are giving up the fragment, the peer with the lower id yields. If that is this peer, its move
-        fails and it grants the lease; otherwise it refuses the lease.
+        If both peers are giving up the fragment, the lower id yields: its move fails, and it grants the lease.
         """
-        if index not in self.held and not self._takes(index):
+        if index not in self.held and not (index in self.target and self.phase is MovePhase.LEASING):
             return [_reply(request, Refused(Reason.FRAGMENT))]
         if sender not in self.view.holders(index):
             return [_reply(request, Refused(Reason.SPAN))]
@@ -422,10 +426,6 @@ class SpanMove:
         """Return whether we have granted an unexpired lease of a fragment that we hold only after this move."""
         new = [self.granted.until.get(index, {}) for index in self.target if index not in self.held]
         return any(now < until for leases in new for until in leases.values())
-
-    def _takes(self, index: int) -> bool:
-        """Return whether this peer has fetched a fragment of its new span, and waits for leases."""
-        return index in self.target and self.phase is MovePhase.LEASING
 
     def _new_fetch(self) -> Fetch:
         return Fetch(self.run, MoveTag, self.chance, self)

@@ -84,7 +84,7 @@ class Peer:
     def close(self, seq: int = 1) -> jobs.Contribution:
         closed = self.do(jobs.CloseWindow(0, seq))
         assert isinstance(closed, jobs.WindowClosed)
-        return jobs.Contribution(self.gossip.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
+        return jobs.Contribution(self.gossip.peer, closed.tokens, closed.layout, closed.blob)
 
     def train_beside(self, first: jobs.GossipJob, then: Callable[[jobs.Outcome], list[jobs.GossipJob]]) -> None:
         """Trains until no job is left; each outcome may bring more."""
@@ -127,7 +127,7 @@ def partner(number: int) -> jobs.Contribution:
     move = torch.cat([torch.full((SIZE // 2,), 2.0), torch.full((SIZE // 2,), -2.0)]).roll(number)
     packer = Packer(Exact())
     packer.add("pseudo_gradient", "q4", move)
-    return jobs.Contribution(PeerId("B"), 0, 0.0, *packer.finish())
+    return jobs.Contribution(PeerId("B"), 0, *packer.finish())
 
 
 def pseudo_gradient(one: jobs.Contribution) -> Tensor:

@@ -50,7 +50,7 @@ def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
         assert isinstance(encoded, jobs.SectionsEncoded)
         assert encoded.layout == closed.on_request
         layout, blob = layout + encoded.layout, blob + encoded.blob
-    return Contribution(compute.setup.peer, closed.tokens, closed.lr_sum, layout, blob)
+    return Contribution(compute.setup.peer, closed.tokens, layout, blob)
 
 
 def merge(compute: Compute, *contributions: Contribution, fragment: int = 0, seq: int = 1) -> jobs.Merged:

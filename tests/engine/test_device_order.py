@@ -7,7 +7,7 @@ import torch
 
 from decentral.core import config
 from decentral.engine import accelerator
-from decentral.engine.fragment import Live, copy_in, copy_out, fragments_of
+from decentral.engine.fragment import Live, copy_in, fragments_of
 from decentral.engine.inner import Inner
 from decentral.engine.step import Chain, Device, queue_step
 from decentral.model import decoder
@@ -51,7 +51,7 @@ def test_a_snapshot_is_whole_though_training_goes_on(device: StandIn) -> None:
     chain, inner = trained()
     live, into = inner.lives[0], torch.empty(inner.lives[0].theta.numel())
     before = live.theta.clone()
-    arrive = copy_out(live, into)
+    arrive = live.copy_out(into)
     queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
     arrive()
     assert into.sum().item() == before.to("cpu").sum().item()
@@ -81,7 +81,7 @@ def test_an_event_that_is_recorded_without_a_stream_orders_nothing_on_the_second
     record: Callable[..., None] = type(device.Event()).record
     monkeypatch.setattr(type(device.Event()), "record", lambda event, stream=None: record(event))
     with pytest.raises(OutOfOrder, match="may still be writing"):
-        copy_out(inner.lives[0], torch.empty(inner.lives[0].theta.numel()))()
+        inner.lives[0].copy_out(torch.empty(inner.lives[0].theta.numel()))()
 
 
 def test_a_correction_has_arrived_before_training_adds_it(device: StandIn) -> None:

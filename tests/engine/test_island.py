@@ -59,7 +59,7 @@ def merge_with_partner(compute: Compute) -> None:
         theirs = partner.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(theirs, jobs.WindowClosed)
         compute.do(jobs.CloseWindow(fragment.index, 1))
-        part = jobs.Contribution(PeerId("B"), theirs.tokens, theirs.lr_sum, theirs.layout, theirs.blob)
+        part = jobs.Contribution(PeerId("B"), theirs.tokens, theirs.layout, theirs.blob)
         merged = compute.do(jobs.Merge(fragment.index, 1, (part,)))
         assert isinstance(merged, jobs.Merged)
         assert merged.used == ("B",)

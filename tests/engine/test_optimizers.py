@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Packer, unpack
 from decentral.comm.gossip.outer_kernels import TorchKernels
-from decentral.comm.gossip.update_rules import Parts, RuleTools
+from decentral.comm.gossip.update_rules import PartnerWindow, RuleTools
 from decentral.comm.rounds.synchronous_rule import SynchronousRule
 from decentral.core import config, jobs
 from decentral.core.errors import UserError
@@ -218,7 +218,7 @@ def test_a_newcomer_to_synchronous_training_takes_the_next_step_to_the_bit(train
     donor, newcomer = (trained_by(decoder.build(MODEL, seed), train, 10**6).lives[0] for seed in (0, 1))
     gradient = torch.randn(donor.theta.numel(), generator=torch.Generator().manual_seed(0))
     rule = SynchronousRule(config.GossipConfig(algorithm="synchronous"), donor.theta, PeerId("A"), tools)
-    sums = [Parts(PeerId("A"), 1, 0.0, {"gradient": gradient})]
+    sums = [PartnerWindow(PeerId("A"), 1, {"gradient": gradient})]
     rule.advance(donor, sums)
     packer = Packer(blockwise)
     rule.donate(donor, packer)

@@ -91,7 +91,7 @@ def merge(compute: Compute) -> list[float]:
         assert isinstance(ours, jobs.WindowClosed), ours
         assert isinstance(compute.do(slices), jobs.SectionsEncoded)
         layout, blob = (*theirs.layout, *slow.layout), theirs.blob + slow.blob
-        part = jobs.Contribution(PeerId("B"), theirs.tokens, theirs.lr_sum, layout, blob)
+        part = jobs.Contribution(PeerId("B"), theirs.tokens, layout, blob)
         merged = compute.do(jobs.Merge(fragment.index, 1, (part,)))
         assert isinstance(merged, jobs.Merged), merged
         assert merged.used == ("B",)

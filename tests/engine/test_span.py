@@ -50,7 +50,7 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     before = compute.gossip.fragments[0].live
     state = state_of(donor, 0)
-    assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
+    assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(True, retained=((2, 0),))
     assert [fragment.index for fragment in compute.fragments] == [0, 1]
     came, stayed = (gossiped.live for gossiped in compute.gossip.fragments)
     assert stayed is before
@@ -98,18 +98,18 @@ def test_a_fragment_that_was_given_up_can_be_recovered_from_the_disk(setup_of: M
     found = Compute(replace(setup_of("A"), span=FIRST))  # after a restart
     assert found.retained.steps(range(3)) == ((2, 30),)
     assert found.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *given_up[1:])
-    assert found.do(jobs.ChangeSpan(*LAST, (given_up,), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
+    assert found.do(jobs.ChangeSpan(*LAST, (given_up,), 30)) == jobs.SpanChanged(True, retained=((0, 0),))
 
 
 def test_a_copy_of_another_holder_s_fragment_is_stored_served_and_taken_up(setup_of: MakeSetup) -> None:
     compute, holder = peer(setup_of, "A", FIRST), peer(setup_of, "BB", LAST)
     copy = state_of(holder, 2)
-    assert compute.do(jobs.KeepCopy(*copy, 30)) == jobs.CopyKept(2, ((2, 30),))
+    assert compute.do(jobs.RetainCopy(*copy, 30)) == jobs.RetainedChanged(2, ((2, 30),))
     assert compute.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *copy[1:])
-    assert compute.do(jobs.DropCopy(2, 29)) == jobs.CopyKept(2, ((2, 30),))
-    assert compute.do(jobs.ChangeSpan(*LAST, (), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
+    assert compute.do(jobs.DropCopy(2, 29)) == jobs.RetainedChanged(2, ((2, 30),))
+    assert compute.do(jobs.ChangeSpan(*LAST, (), 30)) == jobs.SpanChanged(True, retained=((0, 0),))
     assert torch.equal(thetas(compute)[2], unpack(compute.setup.codecs, *copy[1:])["phi"])
-    assert compute.do(jobs.DropCopy(0, 0)) == jobs.CopyKept(0, ())
+    assert compute.do(jobs.DropCopy(0, 0)) == jobs.RetainedChanged(0, ())
 
 
 def test_a_copy_that_takes_too_much_of_the_disk_is_declined(
@@ -117,15 +117,15 @@ def test_a_copy_that_takes_too_much_of_the_disk_is_declined(
 ) -> None:
     compute, holder = peer(setup_of, "A", FIRST), peer(setup_of, "BB", LAST)
     copy = state_of(holder, 2)
-    assert compute.do(jobs.KeepCopy(*copy, 30)) == jobs.CopyKept(2, ((2, 30),))
+    assert compute.do(jobs.RetainCopy(*copy, 30)) == jobs.RetainedChanged(2, ((2, 30),))
     taken = (compute.setup.folder / "kept-2.safetensors").stat().st_size
     space = taken / checkpoint.COPIES_SHARE - taken  # with the old copy, just enough for the new one
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=space))
-    assert compute.do(jobs.KeepCopy(*copy, 31)) == jobs.CopyKept(2, ((2, 31),))
+    assert compute.do(jobs.RetainCopy(*copy, 31)) == jobs.RetainedChanged(2, ((2, 31),))
     (compute.setup.folder / "kept-7.safetensors").write_bytes(bytes(2000))
-    declined = compute.do(jobs.KeepCopy(*copy, 32))
-    assert isinstance(declined, jobs.CopyKept)
-    assert declined.kept == ((2, 31),)
+    declined = compute.do(jobs.RetainCopy(*copy, 32))
+    assert isinstance(declined, jobs.RetainedChanged)
+    assert declined.retained == ((2, 31),)
     assert "too large for the disk" in declined.reason
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_during_a_change_of_span_is_of_one_span(setup_of: MakeSetup
     saving = compute.program(jobs.Save())
     for _ in range(phases):
         next(saving)
-    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
+    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(True, retained=((2, 0),))
     finish(saving)
     span = checkpoint.span(compute.setup.folder)
     again = Compute(replace(compute.setup, span=span))

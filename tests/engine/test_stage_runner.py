@@ -401,7 +401,7 @@ def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: Make
         closed = compute.do(jobs.CloseRound(0, (1,)))
         assert isinstance(closed, jobs.RoundClosed)
         for one in closed.sums:
-            part = jobs.Contribution(compute.setup.peer, one.tokens, 0.0, one.layout, one.blob)
+            part = jobs.Contribution(compute.setup.peer, one.tokens, one.layout, one.blob)
             sums[one.fragment] = (*sums.get(one.fragment, ()), part)
     for shift, compute in enumerate(replicas):
         turned = tuple((index, parts[shift:] + parts[:shift]) for index, parts in sorted(sums.items()))
@@ -421,7 +421,7 @@ def test_a_sum_that_no_step_could_take_is_left_out_by_all_and_named(
     fragment = compute.fragments[0]
     layout = (Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
     blob = blockwise.encode("fp32", torch.full((fragment.parameters,), number))
-    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, blob)
+    bad = jobs.Contribution(PeerId("X"), 16, layout, blob)
     before = compute.span.inner.lives[0].theta.clone()
     stepped = compute.do(jobs.Advance(0, ((fragment.index, (bad,)),), (), 16, 1, 2.5))
     assert isinstance(stepped, jobs.Stepped)
@@ -451,8 +451,7 @@ def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_
         closed = donor.do(jobs.CloseRound(round, (round,)))
         assert isinstance(closed, jobs.RoundClosed)
         sums = tuple(
-            (one.fragment, (jobs.Contribution(PeerId("C"), one.tokens, 0.0, one.layout, one.blob),))
-            for one in closed.sums
+            (one.fragment, (jobs.Contribution(PeerId("C"), one.tokens, one.layout, one.blob),)) for one in closed.sums
         )
         for compute in [donor, newcomer][: 1 + (round == 2)]:
             compute.do(jobs.Advance(round, sums, (), 0, 0, 2.5))

@@ -295,7 +295,7 @@ TIME: dict[str, set[type]] = {
     "checkpoint": {jobs.Save},
     "evaluation": {jobs.Evaluate, jobs.Compare},
     "state": {
-        *{jobs.ExportState, jobs.ImportState, jobs.ChangeSpan, jobs.ExportRetained, jobs.KeepCopy, jobs.DropCopy},
+        *{jobs.ExportState, jobs.ImportState, jobs.ChangeSpan, jobs.ExportRetained, jobs.RetainCopy, jobs.DropCopy},
         *{jobs.SetClock, jobs.Start},
     },
     "waiting": set(),

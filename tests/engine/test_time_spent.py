@@ -253,7 +253,7 @@ def _window_of(setup: ComputeSetup) -> jobs.Contribution:
     peer.step()
     closed = peer.do(jobs.CloseWindow(0, 1))
     assert isinstance(closed, jobs.WindowClosed)
-    return jobs.Contribution(setup.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
+    return jobs.Contribution(setup.peer, closed.tokens, closed.layout, closed.blob)
 
 
 def test_a_bug_in_a_kernel_ends_the_training_thread_with_that_error(setup_of: MakeSetup) -> None:

@@ -218,7 +218,7 @@ def _decode_through_q4(name: str, blob: bytes, elements: int) -> torch.Tensor:
 def contribution(data: bytes) -> None:
     """A partner's window, whole: its sections are those of the fragment, whatever its bytes are."""
     rule, layout = _rule(ALGORITHMS[_choice(data, len(ALGORITHMS))])
-    one = Contribution(PeerId("B"), 64, 0.5, layout, data[1:])
+    one = Contribution(PeerId("B"), 64, layout, data[1:])
     gossip_jobs.require_layout(one, rule.sections, layout)
     for vector in rule.read(one).vectors.values():
         assert torch.isfinite(vector).all()

@@ -123,10 +123,10 @@ class Device:
                 return jobs.StateExported(fragment, *(((), b"") if self._fails() else (STATE, blob_of(STATE))))
             case jobs.ExportRetained(fragment):
                 return jobs.RetainedExported(fragment, 5, *(((), b"") if self._fails() else (STATE, blob_of(STATE))))
-            case jobs.KeepCopy(fragment, step=step):
-                return jobs.CopyKept(fragment, *(((), "disk") if self._fails() else (((fragment, step),), "")))
+            case jobs.RetainCopy(fragment, step=step):
+                return jobs.RetainedChanged(fragment, *(((), "disk") if self._fails() else (((fragment, step),), "")))
             case jobs.DropCopy(fragment):
-                return jobs.CopyKept(fragment, ())
+                return jobs.RetainedChanged(fragment, ())
             case jobs.ImportState(_, step):
                 accepted = not self._fails()
                 self.lr_step = max(self.lr_step, step) if accepted else self.lr_step
@@ -135,7 +135,7 @@ class Device:
                 self.lr_step = max(self.lr_step, step)
                 return jobs.ClockSet(self.lr_step)
             case jobs.ChangeSpan():
-                return jobs.SpanChanged(False, "shape") if self._fails() else jobs.SpanChanged(True, kept=((0, 3),))
+                return jobs.SpanChanged(False, "shape") if self._fails() else jobs.SpanChanged(True, retained=((0, 3),))
             case jobs.Start():
                 self.training = True
                 if self.synchronous:

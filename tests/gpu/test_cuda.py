@@ -75,9 +75,7 @@ def test_a_window_merges_between_a_cuda_and_a_cpu_peer(setup_of: MakeSetup) -> N
         compute.step()
         closed = compute.do(jobs.CloseWindow(0, 1))
         assert isinstance(closed, jobs.WindowClosed)
-        published.append(
-            jobs.Contribution(compute.setup.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
-        )
+        published.append(jobs.Contribution(compute.setup.peer, closed.tokens, closed.layout, closed.blob))
     for compute, contribution in zip(pair, reversed(published), strict=True):
         merged = compute.do(jobs.Merge(0, 1, (contribution,)))
         assert isinstance(merged, jobs.Merged)

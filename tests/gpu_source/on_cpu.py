@@ -51,7 +51,7 @@ def cuda_kernels(launch: Launch) -> Iterator[Any]:
     class OnCpu(module.CudaKernels):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             self.device, self.chunk_elements = torch.device("cpu"), CHUNK
-            self._host = CompiledKernels()
+            CompiledKernels.__init__(self)
             self._slots, self._module = [Slot(), Slot()], SimpleNamespace(get_function=function_of)
 
         def _results(self, blocks: int) -> tuple[Tensor, Tensor]:

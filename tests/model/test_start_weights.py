@@ -71,7 +71,9 @@ def test_a_member_that_nobody_gives_weights_says_so_and_draws_none(member: MakeS
 
 def test_layers_without_a_holder_begin_with_the_folders_weights(member: MakeSetup) -> None:
     compute, whole = Compute(member("A", span=LAST)), decoder.build(member("A").config.model, 0)
-    assert compute.do(jobs.ChangeSpan(0, 2, (), 40)) == jobs.SpanChanged(True, kept=compute.retained.steps(range(4)))
+    assert compute.do(jobs.ChangeSpan(0, 2, (), 40)) == jobs.SpanChanged(
+        True, retained=compute.retained.steps(range(4))
+    )
     for layer, known in zip(compute.span.layers, whole[:2], strict=True):
         pairs = zip(layer.parameters(), known.parameters(), strict=True)
         assert all(torch.allclose(one, other) for one, other in pairs)

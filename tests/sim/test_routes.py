@@ -427,9 +427,9 @@ def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None
         gossiped.live.theta.fill_(weight)
         mover.do(jobs.CloseWindow(gossiped.live.fragment.index, 1))
         mover.do(jobs.Merge(gossiped.live.fragment.index, 1, ()))
-    assert mover.do(jobs.ChangeSpan(2, 4, (), 9)) == jobs.SpanChanged(True, kept=((0, 0),))
+    assert mover.do(jobs.ChangeSpan(2, 4, (), 9)) == jobs.SpanChanged(True, retained=((0, 0),))
     assert [float(gossiped.live.theta[0]) for gossiped in mover.gossip.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
-    assert mover.do(jobs.ChangeSpan(0, 3, (), 9)) == jobs.SpanChanged(True, kept=((2, 9),))
+    assert mover.do(jobs.ChangeSpan(0, 3, (), 9)) == jobs.SpanChanged(True, retained=((2, 9),))
     assert mover.lr_step == 9
     assert float(mover.gossip.fragments[0].live.theta[0]) == pytest.approx(0.25, abs=0.01)
 

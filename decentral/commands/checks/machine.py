@@ -20,11 +20,6 @@ FILES_GOOD = 1024  # this many open files suffice for a stream to each of severa
 LOADED = ("torch", "hivemind")  # the check imports these packages, because their compiled code may fail to load
 
 
-def python_and_packages() -> list[Finding]:
-    """Return the findings about Python and the packages, on which all other checks depend."""
-    return [python(), packages()]
-
-
 def python() -> Finding:
     """Return the finding on whether decentral supports this Python version."""
     version = ".".join(map(str, sys.version_info[:3]))

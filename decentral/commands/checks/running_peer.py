@@ -107,11 +107,6 @@ class JournalTail:
         return self.of_event(kind)[-1:]
 
     @property
-    def last_t(self) -> Seconds:
-        """Return the Unix time of the latest line."""
-        return max(line.t for line in self.lines)
-
-    @property
     def work(self) -> WorkDone:
         """Return sums over these lines: training, exchanges and traffic."""
         work = WorkDone()
@@ -207,7 +202,7 @@ def ended(line: events.StoppedLine) -> Finding:
 
 def training(tail: JournalTail, now: Seconds) -> Finding:
     """Return the finding on whether a running peer trains, by its latest steps; `now` is Unix time."""
-    silent_s, steps = now - tail.last_t, tail.work
+    silent_s, steps = now - max(line.t for line in tail.lines), tail.work
     joined = bool(steps.stepped_at or tail.of_event(events.JoinedLine))
     if silent_s > SILENT_S:
         remedy = "its disk may be full (below), or its process hangs: read its output, and start it again"

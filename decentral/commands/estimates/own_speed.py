@@ -215,7 +215,7 @@ def _window_s(window: int, one: GossipedFragment, gossip: FragmentGossip, theirs
     slow = finish(gossip.program(jobs.EncodeSections(one.index, closed.seq, names)))
     assert isinstance(slow, jobs.SectionsEncoded)
     layout, blob = (*closed.layout, *slow.layout), (theirs or closed.blob) + slow.blob
-    partner = jobs.Contribution(PeerId("B"), closed.tokens, closed.lr_sum, layout, blob)
+    partner = jobs.Contribution(PeerId("B"), closed.tokens, layout, blob)
     merged = finish(gossip.program(jobs.Merge(one.index, closed.seq, (partner,))))
     assert isinstance(merged, jobs.Merged)
     assert not merged.rejected

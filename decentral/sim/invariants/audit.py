@@ -103,7 +103,7 @@ class InvariantAudit:
                 self.convergence.corrected(host, fragment, forged)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
                 self.routes.check_applied(host)
-            case jobs.KeepCopy(fragment), jobs.CopyKept(reason=""):
+            case jobs.RetainCopy(fragment), jobs.RetainedChanged(reason=""):
                 self.routes.copied(host, fragment)
             case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):
                 self.gossip.moved(host)

@@ -132,7 +132,7 @@ class ConvergenceAudit:
     def _check_together(self, living: Sequence[SimulatedPeer]) -> None:
         swarm = self.evidence.swarm
         steps = max(1.0, swarm.settings.config.gossip.window_s / swarm.settings.pace.step_s)
-        unit, to_go = STEP_NOISE * steps**0.5, _distances_of_means(living)
+        unit, to_go = STEP_NOISE * steps**0.5, _by_peer(living, lambda theta, mean: mean)  # the optimum is 0
         for peer, distance in distances(living).items():
             noise = distance / unit
             self.farthest = max(self.farthest, noise)
@@ -149,11 +149,6 @@ def _length(vector: Tensor) -> float:
 def distances(peers: Iterable[SimulatedPeer]) -> dict[PeerId, float]:
     """Return, by peer, the root mean square distance of its weights from the mean of all replicas."""
     return _by_peer(peers, lambda theta, mean: theta - mean)
-
-
-def _distances_of_means(peers: Iterable[SimulatedPeer]) -> dict[PeerId, float]:
-    """Return, by peer, the root mean square of the mean replica (the optimum is 0) over the peer's fragments."""
-    return _by_peer(peers, lambda theta, mean: mean)
 
 
 def _by_peer(peers: Iterable[SimulatedPeer], vector: Callable[[Tensor, Tensor], Tensor]) -> dict[PeerId, float]:

@@ -227,7 +227,7 @@ class Network:
         question = OpenQuestion(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
         source.asked[question] = None
         question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
-        if _is_upload_probe(question):
+        if isinstance(ask.envelope.message, Probe) and ask.envelope.blob:  # measuring our uplink needs it free
             source.uplink.pause(lambda: self._probe(question))
         else:
             self._connect(question, CONNECT_RETRY_S)
@@ -429,8 +429,3 @@ class Network:
             self._header_bytes[kind] = 4 + len(codec.encode(envelope.message, len(envelope.blob)))
         chunks = -(-len(envelope.blob) // blobs.CHUNK_BYTES)
         return self._header_bytes[kind] + len(envelope.blob) + chunks * blobs.DIGEST_BYTES
-
-
-def _is_upload_probe(question: OpenQuestion) -> bool:
-    """Return whether a question measures the sender's upload rate, which needs the uplink free of other messages."""
-    return isinstance(question.envelope.message, Probe) and bool(question.envelope.blob)

@@ -64,13 +64,11 @@ class RecentTroubles:
     def problems(self, peers: Iterable[PeerView], now: Seconds, run: RunKind = USUAL_RUN) -> list[Problem]:
         """Return at most PROBLEMS_SHOWN different problems that exist at Unix time `now`, the most serious first."""
         known = list(peers)
-        found = [*self._without_holder(known), *self._serious(now), *self._failing(now)]
+        serious = (problem for t, problem in reversed(self._told) if t > now - TROUBLED_S)
+        found = [*self._without_holder(known), *serious, *self._failing(now)]
         found += [] if run.synchronous else _alone(known, now)
         found += _idle(known, run)
         return sorted(dict.fromkeys(found), key=lambda one: one[0] != BAD)[:PROBLEMS_SHOWN]
-
-    def _serious(self, now: Seconds) -> list[Problem]:
-        return [problem for t, problem in reversed(self._told) if t > now - TROUBLED_S]
 
     def _without_holder(self, known: list[PeerView]) -> list[Problem]:
         """Return the reports of layers that no peer holds, except reports of layers that training peers now hold."""
@@ -94,8 +92,9 @@ class RecentTroubles:
 def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
     """Return a problem for each peer that has trained for too long without an exchange, though other peers train."""
     training = [peer for peer in peers if peer.state == "training"]
-    waited = [peer for peer in training if peer.own and now > peer.since + _alone_s(peer)]
-    beside = (peer for peer in waited if any(_share_layers(peer, other) for other in training if other is not peer))
+    waited = [one for one in training if now > one.since + max(ALONE_S, ALONE_WINDOWS * one.network.window_s)]
+    own = [peer for peer in waited if peer.own]
+    beside = (peer for peer in own if any(_share_layers(peer, other) for other in training if other is not peer))
     alone = [peer for peer in beside if not peer.work.exchanges.outcomes["done"]]
     if len(alone) > PROBLEMS_SHOWN // 2:
         return [(WARNING, -1, f"{len(alone)} peers have not exchanged anything since they joined")]
@@ -103,11 +102,6 @@ def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
     why = {number: ", ".join(reason for reason, _ in known) or "no window yet" for number, known in reasons.items()}
     said = "has not exchanged anything since it joined"
     return [(WARNING, peer.number, f"{said} ({why[peer.number]})") for peer in alone]
-
-
-def _alone_s(peer: PeerView) -> Seconds:
-    """Return how many seconds a peer may train without an exchange while other peers train."""
-    return max(ALONE_S, ALONE_WINDOWS * peer.network.window_s)
 
 
 def _share_layers(one: PeerView, other: PeerView) -> bool:

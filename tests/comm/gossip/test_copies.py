@@ -184,7 +184,7 @@ def test_a_copy_under_noise_has_a_smaller_share_of_a_merge_than_an_honest_window
         ours, a, b, blur = (window(4 * number + at, 0.3 * (at < 3)) for at in range(4))
         partners = [("a", a, 1000), ("b", b, 1000), ("liar", 2 * a + 4 * blur, 4000)]
         pulled = [
-            PulledWindow(PeerId(name), tokens, 0.1, {}, one.numpy().tobytes(), float(one.norm()))
+            PulledWindow(PeerId(name), tokens, {}, one.numpy().tobytes(), float(one.norm()))
             for name, one, tokens in partners
         ]
         history.experience.closed(float(ours.norm()))

@@ -22,7 +22,7 @@ def alike(algorithm: str, count: int) -> list[Replica]:
 
 
 def claim(one: Contribution, tokens: int) -> Contribution:
-    return Contribution(one.peer, tokens, one.lr_sum, one.layout, one.blob)
+    return Contribution(one.peer, tokens, one.layout, one.blob)
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:

@@ -55,7 +55,7 @@ class Replica:
         window, theta = self.gossiped.end_window(), self.copied()
         self.rule.close(theta, window, packer)
         self.rule.encode(packer, [section.name for section in self.rule.on_request])
-        return Contribution(self.peer, window.tokens, window.lr_sum, *packer.finish())
+        return Contribution(self.peer, window.tokens, *packer.finish())
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
         parts = [self.rule.read(one) for one in contributions]
@@ -101,7 +101,7 @@ def repacked(one: Contribution, changed: dict[str, Tensor]) -> Contribution:
             begin = used[name]
             packer.add(section.name, section.codec, changed[name][begin : begin + section.elements])
             used[name] += section.elements
-    return Contribution(one.peer, one.tokens, one.lr_sum, *packer.finish())
+    return Contribution(one.peer, one.tokens, *packer.finish())
 
 
 def replicas(algorithm: str, count: int) -> list[Replica]:

@@ -93,7 +93,7 @@ def sent(theta: Tensor, peer: str, names: Sequence[str]) -> Contribution:
     packer = Packer(blockwise)
     rule.close(theta + 0.3, Window(100, 0.1, 1), packer)
     rule.encode(packer, names)
-    return Contribution(PeerId(peer), 100, 0.1, *packer.finish())
+    return Contribution(PeerId(peer), 100, *packer.finish())
 
 
 def test_a_slice_moves_its_part_of_the_slow_weights_and_no_other() -> None:

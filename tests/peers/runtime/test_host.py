@@ -10,6 +10,7 @@ import pytest
 from decentral.core import config, jobs
 from decentral.core.journal import file as journal
 from decentral.core.units import Amount
+from decentral.scheduler.placement.move import MoveCause
 from decentral.serving import replicas
 from tests.journal_lines import audited
 from tests.peers.runtime.host_swarm import Swarm
@@ -230,7 +231,7 @@ def move(swarm: Swarm, name: str, target: range) -> None:
     host = swarm.hosts[name]
     spans = host.node.span_manager
     assert spans is not None
-    effects = spans.span_move.begin(target, "test", host.now())
+    effects = spans.span_move.begin(target, MoveCause.RECOVERY, host.now())
     now = host.now()
     host._carry_all([*spans._carry_out(effects, now), *spans.settle(now)])
 
@@ -294,13 +295,15 @@ def test_a_layer_whose_last_holder_is_gone_is_taken_from_the_peer_that_retains_i
         before = completed(swarm)
         await swarm.until(lambda: completed(swarm) > before + 20)
         swarm.network.unplug(swarm.identities["B"].peer)
-        await swarm.until(lambda: "lost" in [line["why"] for name in "AC" for line in swarm.journal(name, "move")])
+        await swarm.until(lambda: bool(taken()))
         before = begun(swarm, "A") + begun(swarm, "C")
         await swarm.until(lambda: begun(swarm, "A") + begun(swarm, "C") > before + 20)
 
+    def taken() -> list[dict[str, object]]:
+        return [line for name in "AC" for line in swarm.journal(name, "move") if line["last"] == 3]
+
     swarm.play(lost())
-    taken = [line for name in "AC" for line in swarm.journal(name, "move") if line["why"] == "lost"]
-    assert [(line["first"], line["last"]) for line in taken if line["outcome"] == "done"] == [(1, 3)]
+    assert [(line["why"], line["first"]) for line in taken() if line["outcome"] == "done"] == [("lost", 1)]
     found = audited([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
     assert found.sound
 

@@ -9,7 +9,7 @@ from decentral.comm.wire.messages import StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, Effect
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import CopyKept, DropCopy, KeepCopy
+from decentral.core.jobs import DropCopy, RetainCopy, RetainedChanged
 from decentral.core.journal.events import CopyLine
 from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
@@ -59,7 +59,7 @@ class Swarm:
                         chunk = Envelope(StateChunk(RUN, fragment, 0, 100, self.lr_step, BUDGET.layouts[0]), bytes(100))
                         answer = Answered(tag, to, chunk, 0.1, 0.1, 10, 10)
                         self.carry(name, self.copies[name].handle(answer, self.now))
-                case KeepCopy(fragment, step=step):
+                case RetainCopy(fragment, step=step):
                     reason = "OSError: no space" if name in self.full else ""
                     self.disks[name] |= {} if reason else {fragment: step}
                     self.kept(name, fragment, reason)
@@ -70,7 +70,7 @@ class Swarm:
                     self.lines.append(line)
 
     def kept(self, name: PeerId, fragment: int, reason: str = "") -> None:
-        kept = CopyKept(fragment, tuple(self.disks[name].items()), reason)
+        kept = RetainedChanged(fragment, tuple(self.disks[name].items()), reason)
         self.carry(name, self.copies[name].handle(kept, self.now))
 
     def copiers(self, fragment: int) -> list[PeerId]:

@@ -23,6 +23,7 @@ from decentral.scheduler.placement.move import (
     MOVE_RETRY_S,
     Drained,
     MemoryBudget,
+    MoveCause,
     MoveEffect,
     MovePhase,
     SpanMove,
@@ -58,11 +59,13 @@ class Swarm:
         self.effects[name] += [effect for effect in effects if not isinstance(effect, Ask)]
         self.spans[name] = self.peers[name].held
 
-    def begin(self, name: str, target: range, may_initialise: bool = False) -> None:
-        self.carry(PeerId(name), self[name].begin(target, "test", self.now, may_initialise))
+    def begin(
+        self, name: str, target: range, may_initialise: bool = False, cause: MoveCause = MoveCause.RECOVERY
+    ) -> None:
+        self.carry(PeerId(name), self[name].begin(target, cause, self.now, may_initialise))
 
     def follow_plan(self, name: str) -> None:
-        self.carry(PeerId(name), self[name].begin(self.plan[PeerId(name)], "plan", self.now))
+        self.begin(name, self.plan[PeerId(name)], cause=MoveCause.PLAN)
 
     def tell(self, name: str, event: Event | Drained) -> None:
         self.carry(PeerId(name), self[name].handle(event, self.now))
@@ -187,7 +190,7 @@ def test_every_layer_keeps_a_holder_whatever_moves_begin_in_whatever_order(seed:
 def relief(**held: range) -> Swarm:
     """A moves to layers that whole-model peers alone hold, and has fetched them."""
     swarm = Swarm(2, W=range(0, 4), V=range(0, 4), A=range(0, 2), **held)
-    swarm.carry(PeerId("A"), swarm["A"].begin(range(2, 4), "relief", swarm.now))
+    swarm.begin("A", range(2, 4), cause=MoveCause.RELIEF)
     for fetched in [ask for ask in swarm.asks if isinstance(ask[1].envelope.message, StateRequest)]:
         swarm.asks.remove(fetched)
         swarm.deliver(*fetched)
@@ -218,16 +221,16 @@ def test_the_last_holder_stays() -> None:
     assert swarm["A"].held == range(0, 2)
 
 
-def test_a_layer_keeps_as_many_holders_as_the_run_asks_for() -> None:
+def test_relief_leaves_a_layer_as_many_holders_as_the_run_asks_for() -> None:
     swarm = Swarm(2, A=range(0, 2), B=range(0, 2), C=range(1, 3))
-    swarm.begin("A", range(1, 3))
+    swarm.begin("A", range(1, 3), cause=MoveCause.RELIEF)
     swarm.deliver_all()
     assert swarm.said("A") == [("failed", "needed")]
 
 
 def test_for_lost_layers_one_other_holder_of_what_is_given_up_has_to_do() -> None:
     swarm = Swarm(2, A=range(0, 2), B=range(0, 2), C=range(1, 3))
-    swarm.carry(PeerId("A"), swarm["A"].begin(range(1, 3), "lost", swarm.now))
+    swarm.begin("A", range(1, 3))
     swarm.deliver_all()
     swarm.wake("A", 1.0)
     assert ("failed", "needed") not in swarm.said("A")
