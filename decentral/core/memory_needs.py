@@ -94,9 +94,8 @@ class MemoryNeeds:
         The number is at least LEAST_IN_FLIGHT, or 1 if that suffices for the whole model, and at most MOST_UNDER_WAY.
         """
         free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
-        fitting = free_bytes // max(1, sum(self.activations[begin:end]))
         least = min(LEAST_IN_FLIGHT, self.least_in_flight(end - begin))
-        return max(least, min(MOST_UNDER_WAY, fitting))
+        return fitting(free_bytes, sum(self.activations[begin:end]), least)
 
     def end_of(self, begin: int, ends: Sequence[int], memory_bytes: int, tight: bool = False) -> int:
         """Return the first of `ends` at which a span from `begin` fits beside `preferred_in_flight` micro-batches.
@@ -122,6 +121,11 @@ class MemoryNeeds:
     def span(self, begin: int, end: int) -> tuple[int, int]:
         """Return the layers [first, last) of fragments [begin, end)."""
         return self.fragments[begin].first, self.fragments[end - 1].last
+
+
+def fitting(free_bytes: float, each_bytes: float, least: int) -> int:
+    """Return how many micro-batches of `each_bytes` fit in `free_bytes`, between `least` and MOST_UNDER_WAY."""
+    return max(least, min(MOST_UNDER_WAY, int(free_bytes // max(1.0, each_bytes))))
 
 
 @lru_cache(maxsize=4096)  # one entry for each size of memory; the peers of a large swarm have fewer different sizes

@@ -180,6 +180,10 @@ class FragmentCosts(LayerCosts):
         """Return the bytes that fragments [first, last) need; infinite for the whole model, to which no peer moves."""
         return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
+    def capacity(self, peer: int, first: int, last: int, sequences: int) -> int:
+        """Return how many micro-batches a peer keeps beside fragments [first, last), as the peer itself counts."""
+        return self.needs.capacity(first, last, int(self.memory_N[peer]))
+
     def reach(self, peer: int, first: int) -> int:
         """Return the end of the longest span from `first` that a search may give the peer; `first` if none fits.
 

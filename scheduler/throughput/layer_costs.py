@@ -19,7 +19,7 @@ from decentral.core.config import Config, GossipConfig
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of, token_seconds
-from decentral.core.memory_needs import LEAST_IN_FLIGHT
+from decentral.core.memory_needs import LEAST_IN_FLIGHT, fitting
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology import Topology, sites_of
 
@@ -100,6 +100,12 @@ class LayerCosts:
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Return the bytes that layers [first, last) take with a micro-batch of `sequences` sequences."""
         return float(self.state_L[first:last].sum() + sequences * self.activation_L[first:last].sum())
+
+    def capacity(self, peer: int, first: int, last: int, sequences: int) -> int:
+        """Return how many micro-batches of `sequences` sequences a peer keeps in memory beside layers [first, last)."""
+        free_bytes = float(self.memory_N[peer] - self.state_L[first:last].sum())
+        each_bytes = sequences * float(self.activation_L[first:last].sum())
+        return fitting(free_bytes, each_bytes, self.least_in_flight(first, last))
 
     def reach(self, peer: int, first: int) -> int:
         """Return the end of the longest span from `first` that fits in a peer's memory; `first` if no layer fits."""

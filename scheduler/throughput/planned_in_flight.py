@@ -97,17 +97,13 @@ class Pipeline:
     def capacity(self, hop: Hop, held: tuple[int, int]) -> float:
         """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`.
 
-        The number is as a running peer counts (`MemoryNeeds.capacity` and `StageConfig.memory_share`): as many as fit
-        whole beside the layers, but at least `least_in_flight`, each as large as one through all layers of the peer. A
-        hop through fewer layers takes a part of such a place.
+        The number is as a running peer counts (`LayerCosts.capacity` and `StageConfig.memory_share`): each micro-batch
+        takes a place as large as one through all layers of the peer; a hop through fewer layers takes a part of it.
         """
-        (peer, *computed), costs = hop, self.costs
-        place_bytes, hop_bytes = (
-            self.sequences * float(costs.activation_L[first:last].sum()) for first, last in (held, computed)
-        )
-        free_bytes = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
-        places = max(costs.least_in_flight(held[0], held[1]), free_bytes // place_bytes)
-        return min(MOST_UNDER_WAY, places * place_bytes / hop_bytes)
+        peer, first, last = hop
+        activation_L, places = self.costs.activation_L, self.costs.capacity(peer, held[0], held[1], self.sequences)
+        larger = float(activation_L[held[0] : held[1]].sum() / activation_L[first:last].sum())
+        return min(MOST_UNDER_WAY, places * larger)
 
     def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]) -> Floats:
         """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible."""

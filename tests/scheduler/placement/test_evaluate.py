@@ -25,6 +25,7 @@ from decentral.scheduler.placement.evaluate import (
 )
 from decentral.scheduler.throughput import max_flow
 from decentral.scheduler.throughput.link_limits import TokenLinks
+from decentral.scheduler.throughput.planned_in_flight import Pipeline
 
 CUTS = tuple(Fragment(index, index, index + 1, 10**6) for index in range(4))
 NEEDS = MemoryNeeds(CUTS, (10**7,) * 4, (10**6,) * 4, (10**6,) * 4, (10**6,) * 4)
@@ -132,6 +133,16 @@ def test_a_plan_in_which_equal_peers_change_places_moves_as_few_as_it_can() -> N
     new, tokens = without_useless_moves(asked, work_of(asked), old, old[[0, 3, 4, 5, 0, 3]], most=10)
     assert (new != old).any(axis=1).sum() == 1
     assert tokens > 1.9 * max_flow.maximum(work_of(asked), old).tokens_per_s * (HORIZON_S - DRAIN_COST_S)
+
+
+@pytest.mark.parametrize("memory_bytes", [23 * 10**6, 27 * 10**6, 35 * 10**6, 10**9])
+def test_a_plan_counts_as_many_micro_batches_beside_layers_as_the_peer_does(memory_bytes: int) -> None:
+    """A peer keeps memory free for the scratch of one fragment, 1 MB here: half of a micro-batch."""
+    members = {PeerId("a"): TrainingPeer(range(2), memory_bytes, 100.0, 1e8), PeerId("b"): HONEST[PeerId("b")]}
+    work = work_of(PlanTask(NEEDS, tuple(members.items()), TokenLinks(1024.0, 0.8, 128), 1))
+    pipeline = Pipeline(work, np.zeros((2, 2)), context=128, sequences=1)
+    for begin, end in (0, 1), (0, 2), (1, 3):
+        assert pipeline.capacity((0, begin, end), (begin, end)) == NEEDS.capacity(begin, end, memory_bytes)
 
 
 def test_a_peer_with_little_memory_is_worth_more_at_the_last_layers_where_micro_batches_stay_for_less_time() -> None:
