@@ -53,9 +53,9 @@ class PullRule(UpdateRule):
     bytes of memory for each parameter, and 4 more for a fragment whose window waits for its merge.
 
     A large fragment keeps its residual in int8. After a merge with rho = 1 (always with Muon), the baseline is phi plus
-    the residual and is not stored: 5 bytes a parameter then, 9 while a window waits. The
-    rounding error is at most a 254th of the largest residual among 256 neighbours. Only q4's residuals are rounded:
-    those of shorter codes hold most of a window's training, of which small numbers would be lost.
+    the residual and is not stored: 5 bytes a parameter then, 9 while a window waits. The rounding error is at most a
+    254th of the largest residual among 256 neighbours. The residuals of codes shorter than q4 hold most of a window's
+    training, of which small numbers would be lost; they are kept in bf16, which takes a byte more.
     """
 
     rounds_residual = True
@@ -75,7 +75,7 @@ class PullRule(UpdateRule):
         self.on_request = tuple(slices)
         self.slices = {section.name: part for section, part in slices.items()}  # of phi, by name of the section
         self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
-        self.may_round = False  # whether the newest window's residual may be rounded
+        self.may_round = False  # whether the newest window's residual may be rounded to int8
         self._baseline: Tensor | None = None  # None: the baseline is phi plus the residual
         self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
         self.history = PartnerHistory()
@@ -123,15 +123,20 @@ class PullRule(UpdateRule):
     @property
     def residual(self) -> Tensor | None:
         """The quantisation error that no window has published yet, fp32 [n], if it is kept apart; else None."""
-        kept = self._residual
-        return self.tools.codecs.decode(SLOW_WEIGHTS_CODEC, kept, self.elements) if isinstance(kept, bytes) else kept
+        match self._residual:
+            case bytes() as rounded:
+                return self.tools.codecs.decode(SLOW_WEIGHTS_CODEC, rounded, self.elements)
+            case kept:
+                return None if kept is None else kept.float()
 
     @residual.setter
     def residual(self, vector: Tensor | None) -> None:
-        if self._rounds and self.may_round and vector is not None:
+        if vector is None or not self._rounds:
+            self._residual = vector
+        elif self.may_round:
             self._residual = self.tools.codecs.encode(SLOW_WEIGHTS_CODEC, vector)
         else:
-            self._residual = vector
+            self._residual = vector.bfloat16()
 
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these slices of the slow weights phi."""
