@@ -30,8 +30,8 @@ from decentral.core.journal.lines import recorded
 from decentral.core.journal.micro_batch_counts import audit
 from decentral.serving import replicas
 
-PEERS, MEMORY = 6, "160MB"
-MODEL = ["--set", "model.depth=8", "--set", "model.width=128", "--set", "swarm.checkpoint_every_s=5"]
+PEERS, MEMORY = 6, "64MB"
+MODEL = ["model.depth=8", "model.width=128", "train.micro_batch=1", "swarm.checkpoint_every_s=5"]
 LAYERS = 10
 WARM_UP_S = 10.0
 
@@ -39,7 +39,8 @@ WARM_UP_S = 10.0
 def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="routes-") as folder:
-        flags = ["--peers", str(PEERS), "--memory", MEMORY, "--stop-after", "1e4s", *MODEL]
+        model = [word for one in MODEL for word in ("--set", one)]
+        flags = ["--peers", str(PEERS), "--memory", MEMORY, "--stop-after", "1e4s", *model]
         swarm = LocalSwarm(parse_local(flags), Path(folder))
         try:
             swarm.start(Console(file=sys.stderr, highlight=False))

@@ -328,9 +328,7 @@ def test_a_large_fragment_keeps_no_baseline_between_windows_and_owes_what_it_has
 
 def bytes_of(one: Replica) -> int:
     """How many bytes the tensors of the fragment's size take in its rule."""
-    return sum(
-        value.nbytes for value in vars(one.rule).values() if isinstance(value, Tensor) and value.numel() == SIZE
-    )
+    return sum(value.nbytes for value in vars(one.rule).values() if isinstance(value, Tensor) and value.numel() == SIZE)
 
 
 def q4(values: Tensor) -> Tensor:
