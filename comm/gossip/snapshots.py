@@ -150,9 +150,7 @@ class FragmentContext:
 def describe(context: FragmentContext, closed: WindowClosed, lasted_s: Seconds, now: Seconds) -> Snapshot:
     """Return the header of the snapshot that we publish when a window, which lasted `lasted_s`, has been closed."""
     run, fragment, at, digest = context.run, context.fragment, now - closed.ago_s, blobs.digest(closed.blob)
-    return Snapshot(
-        run, fragment, closed.seq, closed.tokens, closed.lr_sum, at, closed.layout, digest, round(lasted_s, 3)
-    )
+    return Snapshot(run, fragment, closed.seq, closed.tokens, at, closed.layout, digest, round(lasted_s, 3))
 
 
 def check(

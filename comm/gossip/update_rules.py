@@ -48,7 +48,6 @@ class Window:
     """How much training a closed window contains, and how many steps this peer had taken when it ended."""
 
     tokens: int
-    lr_sum: float  # sum of the learning rates of the window's steps
     steps: int  # total number of steps that this peer had taken by the window's end
 
 

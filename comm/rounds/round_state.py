@@ -189,7 +189,7 @@ class Round:
             return Envelope(Refused(Reason.FRAGMENT))
         if self.sums is None:
             return None
-        return self.sums.get(fragment) or self.sum_message(WindowClosed(fragment, self.number, 0, 0.0, (), b""))
+        return self.sums.get(fragment) or self.sum_message(WindowClosed(fragment, self.number, 0, (), b""))
 
     def close_sums(self, closed: RoundClosed, entries: dict[int, GradientEntry]) -> None:
         """Store our packed sums as messages, and record which executions are in these sums.
@@ -230,7 +230,7 @@ class Round:
     def sum_message(self, closed: WindowClosed) -> Envelope:
         """Return one of our sums of gradients as a message for the other members that train its fragment."""
         digest, run = blobs.digest(closed.blob), self.stage.run
-        snapshot = Snapshot(run, closed.fragment, closed.seq, closed.tokens, 0.0, 0.0, closed.layout, digest)
+        snapshot = Snapshot(run, closed.fragment, closed.seq, closed.tokens, 0.0, closed.layout, digest)
         return Envelope(snapshot, closed.blob)
 
     def journal(self, refused: Sequence[tuple[int, PeerId, str]]) -> list[Effect]:
@@ -288,7 +288,7 @@ class Round:
             case Snapshot() as snapshot if wanted.fragment is not None:
                 (cut,) = (one for one in stage.cuts if one.index == wanted.fragment)
                 layout = (Section("gradient", "fp32", cut.parameters, 4 * cut.parameters),)
-                expected = Snapshot(stage.run, cut.index, self.number, 0, 0.0, 0.0, layout, b"")
+                expected = Snapshot(stage.run, cut.index, self.number, 0, 0.0, layout, b"")
                 tokens = self.count.tokens[wanted.origin, wanted.fragment]
                 contributions.check_sum(snapshot, len(envelope.blob), tokens, expected)
                 if blobs.digest(envelope.blob) != snapshot.digest:

@@ -47,7 +47,7 @@ from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
-VERSION = 11
+VERSION = 12
 MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the sender allows much less in the answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
@@ -183,15 +183,14 @@ class Pull(RunQuestion):
 class Snapshot:
     """What a peer has trained of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    Window `seq` has `tokens` tokens and learning rates that sum to `lr_sum`; it lasted `lasted_s` (0: unknown). `time`
-    is when the blob was published, `digest` its digest. In a synchronous round it is a sum of gradients; `time` is 0.
+    Window `seq` has `tokens` tokens and lasted `lasted_s` (0: unknown). `time` is when the blob was published, `digest`
+    its digest. In a synchronous round it is a sum of gradients; `time` is 0.
     """
 
     run: Run
     fragment: Index
     seq: Count
     tokens: Count
-    lr_sum: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]
     time: UnixTime
     layout: Sections
     digest: Digest

@@ -353,7 +353,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class WindowClosed:
-    """Outcome: the encoded pseudo-gradient of a fragment's window, with the window's tokens and sum of learning rates.
+    """Outcome: the encoded pseudo-gradient of a fragment's window, with the window's tokens.
 
     In a `RoundClosed`, the blob is instead this peer's sum of gradients of one synchronous round.
     """
@@ -361,7 +361,6 @@ class WindowClosed:
     fragment: int
     seq: int
     tokens: int
-    lr_sum: float
     layout: Layout
     blob: bytes
     on_request: Layout = ()  # sections that the blob lacks; EncodeSections can still encode them until the merge

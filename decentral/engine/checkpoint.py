@@ -275,15 +275,15 @@ def _resumed(names: Sequence[str], facts: JsonObject, folder: Path, span: Span, 
     if facts["run"] != span.run.digest():
         raise UserError(f"{folder} has a checkpoint of another run; use another --state-dir")
     try:
-        span.gossip.load(stored, facts["window"], facts["inner_steps"])
+        windows = [(tokens, resting) for tokens, *_, resting in facts["window"]]  # a sum of rates until wire version 11
+        span.gossip.load(stored, windows, facts["inner_steps"])
         for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
             live.steps = steps
         counters.own_steps, counters.lr_step = facts["own_steps"], facts["lr_step"]
         counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
         counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
     except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
-        why = f"a checkpoint of another model or optimizer ({error})"
-        raise UserError(f"{folder} has {why}; use another --state-dir") from None
+        raise UserError(f"{folder} is of another model or optimizer ({error}); use another --state-dir") from None
     return True
 
 

@@ -107,7 +107,6 @@ class Live:
         self._parameters = [parameter for group in groups for parameter in group]
         self._grad: Tensor | None = None
         self.tokens = 0  # number of tokens in the steps of the current gossip window
-        self.lr_sum = 0.0  # sum of the learning rates of the steps in the current gossip window
         self.steps = 0  # number of optimizer steps on this fragment, for AdamW's bias correction and the peer's warm-up
         self.touched = set[str]()  # names of tensors that rank 0 has changed; `Island` copies them to the other ranks
         self.theta, self.state = self._placed(groups, device, drawn)
@@ -293,16 +292,14 @@ class Live:
     def end_step(self) -> None:
         """End an optimizer step. Here it does nothing; `ShardedLive` copies the result to the weights of its part."""
 
-    def count(self, tokens: int, rate: float) -> None:
-        """Count an optimizer step on `tokens` tokens at learning rate `rate`, in `steps` and in the current window."""
+    def count(self, tokens: int) -> None:
+        """Count an optimizer step on `tokens` tokens, in `steps` and in the current window."""
         self.tokens += tokens
-        self.lr_sum += rate
         self.steps += 1
 
-    def uncount(self, tokens: int, rate: float) -> None:
+    def uncount(self, tokens: int) -> None:
         """Take back the count of a step that has changed no weights. A window that closed after the step keeps it."""
         self.tokens = max(0, self.tokens - tokens)
-        self.lr_sum = max(0.0, self.lr_sum - rate)
         self.steps -= 1
 
 

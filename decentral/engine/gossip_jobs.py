@@ -27,8 +27,8 @@ from decentral.engine.threads import Phase, Program, finish
 Steps = Generator[Phase, None, None]
 """A part of a job's program (`threads.Program`): it yields phases, and returns nothing."""
 
-WindowCounts = tuple[int, float, bool]
-"""A fragment's tokens and sum of learning rates since its last window ended, and whether it is `resting`."""
+WindowCounts = tuple[int, bool]
+"""A fragment's tokens since its last window ended, and whether it is `resting`."""
 
 
 @dataclass(slots=True)
@@ -57,18 +57,18 @@ class GossipedFragment:
         return theta
 
     def end_window(self) -> Window:
-        """Return the tokens, learning rates and steps of the current window, and begin a window with counts of 0.
+        """Return the tokens and steps of the current window, and begin a window of 0 tokens.
 
         If `newcomer` is set, the returned window has 0 tokens, so that merges give it weight 0.
         """
         live = self.live
-        window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
-        live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
+        window = Window(0 if self.newcomer else live.tokens, live.steps)
+        live.tokens, self.newcomer = 0, False
         return window
 
     def counts(self) -> WindowCounts:
         """Return the counts of the current window as a checkpoint stores them."""
-        return self.live.tokens, self.live.lr_sum, self.resting
+        return self.live.tokens, self.resting
 
     def takes_sum(self) -> bool:
         """Return whether the update rule accepts this peer's sum of gradients. Other peers apply the same check."""
@@ -254,8 +254,8 @@ class FragmentGossip:
         gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
-        tokens, lr_sum, on_request = window.tokens, window.lr_sum, gossiped.on_request
-        return jobs.WindowClosed(job.fragment, job.seq, tokens, lr_sum, layout, blob, on_request, gossiped.codings)
+        tokens, on_request = window.tokens, gossiped.on_request
+        return jobs.WindowClosed(job.fragment, job.seq, tokens, layout, blob, on_request, gossiped.codings)
 
     def _rest(self, fragment: int) -> Program:
         yield Phase.EDGE
@@ -298,16 +298,16 @@ class FragmentGossip:
         return jobs.StateExported(fragment, layout, blob)
 
     def close_round(self, fragment: int, seq: int) -> jobs.WindowClosed:
-        """Return this peer's encoded sum of gradients of round `seq`, and reset the window's counts.
+        """Return this peer's encoded sum of gradients of round `seq`, and set the window's tokens to 0.
 
         Call it between two steps.
         """
         gossiped, packer = self._by_index[fragment], Packer(self.tools.codecs)
         live = gossiped.live
         gossiped.rule.close_round(live, packer)
-        tokens, lr_sum, live.tokens, live.lr_sum = live.tokens, live.lr_sum, 0, 0.0
+        tokens, live.tokens = live.tokens, 0
         layout, blob = packer.finish()
-        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
+        return jobs.WindowClosed(fragment, seq, tokens, layout, blob)
 
     def advance(self, fragment: int, sums: Sequence[jobs.Contribution]) -> list[tuple[PeerId, str]]:
         """Take a fragment's step with the sums of gradients of all holders; return (peer, reason) for each refused sum.
@@ -395,12 +395,12 @@ class FragmentGossip:
         Raises:
             KeyError, ValueError, RuntimeError: If the checkpoint is of another model; some tensors may have changed.
         """
-        for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
+        for gossiped, (tokens, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
             gossiped.resting = resting
             for name in live.shapes():
                 live.load({name: tensors[prefix + name]})
-            live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            live.tokens, live.steps = tokens, steps
             own = {
                 one.removeprefix(prefix + "rule."): tensors[one] for one in tensors if one.startswith(prefix + "rule.")
             }

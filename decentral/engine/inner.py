@@ -157,12 +157,12 @@ class Inner:
             step_fragments([(live, live.gradients()) for live in together], steps, rate, void)
             for live in together:
                 live.free_gradients()
-                live.count(tokens, rate)
+                live.count(tokens)
 
-    def uncount(self, rate: float, tokens: int) -> None:
-        """Take back the count of a step at learning rate `rate` on `tokens` tokens, which has changed no weights."""
+    def uncount(self, tokens: int) -> None:
+        """Take back the count of a step on `tokens` tokens, which has changed no weights."""
         for live in self.lives:
-            live.uncount(tokens, rate)
+            live.uncount(tokens)
 
 
 def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
@@ -184,7 +184,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
     step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
-    live.count(tokens, rate)
+    live.count(tokens)
     live.touch()
     return True
 

@@ -238,7 +238,6 @@ class QueuedStep:
     figures: Tensor  # [2] in host memory: the mean loss, and the gradient's norm before clipping
     complete: torch.Event | None  # a GPU records this event when `figures` may be read; None for a CPU
     inner: Inner
-    rate: float
     tokens: int
     micro_batches: int
 
@@ -249,7 +248,7 @@ class QueuedStep:
         loss, norm = self.figures.tolist()
         if math.isfinite(norm):
             return StepReport(loss, self.tokens, self.micro_batches)
-        self.inner.uncount(self.rate, self.tokens)
+        self.inner.uncount(self.tokens)
         return StepReport(loss, 0, 0)
 
 
@@ -318,7 +317,7 @@ def queue_step(
         complete = streams.Event(blocking=True)
         complete.record(streams.current_stream(device.device))
     inner.step_all(rate, tokens, void=(~torch.isfinite(norm)).float())
-    return QueuedStep(figures, complete, inner, rate, tokens, len(batches) * ranks.readers)
+    return QueuedStep(figures, complete, inner, tokens, len(batches) * ranks.readers)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:

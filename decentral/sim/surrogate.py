@@ -128,12 +128,11 @@ class SurrogateSpan:
 
     def descend(self, count: int) -> None:
         """Take `count` steps at once: apply their total descent, and noise with their total variance."""
-        keep, rate = (1 - DESCENT_RATE) ** count, self.model.config.train.peak_rate
+        keep = (1 - DESCENT_RATE) ** count
         for live, numbers in zip(self.lives, self.stages.weights, strict=True):
             numbers *= keep
             numbers += self.chance.normal(0.0, STEP_NOISE * count**0.5, NUMBERS)
             live.tokens += count * self.model.tokens_per_step
-            live.lr_sum += count * rate
             live.steps += count
 
     def all_state_layouts(self) -> tuple[Layout, ...]:

@@ -153,7 +153,7 @@ class SurrogateStages:
                 continue
             noise = self.chance.normal(0.0, STEP_NOISE / len(through) ** 0.5, NUMBERS)
             self.weights[index] -= DESCENT_RATE * sums[index] / tokens - noise
-            live.count(tokens, self.model.config.train.peak_rate)
+            live.count(tokens)
             taken.append((fragment.first, fragment.last, tokens))
         self.applied = sealed
         return tuple(taken)

@@ -283,7 +283,7 @@ class SimulatedSwarm:
         held = {one.peer: one.host.node.setup.held for one in self.living if one.training and one.host}
         planned = tuple((peer, span.start, span.stop) for peer, span in held.items())
         now = member.host.clock()
-        plan = SwarmPlan(self.settings.run, now, bytes(16), 0.0, 0, "all stay", planned, (now,) * len(planned))
+        plan = SwarmPlan(self.settings.run, now, "all stay", planned, (now,) * len(planned))
         self._publish(member.host, spans.swarm_plans.key, pack(plan), PLAN_S)
 
     def _publish(self, host: VirtualHost, key: str, body: bytes, lifetime_s: Seconds) -> None:

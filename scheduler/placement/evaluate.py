@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
-from decentral.comm.wire.message_fields import Count, Digest, Index, Peer, Run, UnixTime
+from decentral.comm.wire.message_fields import Index, Peer, Run, UnixTime
 from decentral.core.ids import PeerId
 from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of
 from decentral.core.memory_needs import MemoryNeeds
@@ -42,7 +42,6 @@ USUAL_DELAY_S = 0.03  # assumed one-way delay of a link between two peers, which
 LEAST_TOKENS_PER_S = 1e-3  # assumed speed of a peer without a published speed, to avoid division by zero
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
-Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
 Spans = tuple[tuple[str, int, int], ...]
 """A plan: peer ids, each with the fragments [begin, end) that the peer should hold."""
@@ -73,9 +72,6 @@ class SwarmPlan:
 
     run: Run
     time: UnixTime
-    topology: Digest  # digest of the measurements from which the plan was made
-    tokens_per_s: Figure  # speed of the whole swarm that the proposer expects, including the losses of moves
-    moves: Count
     reason: PlanReason
     # Each entry says that a peer should hold fragments [begin, end).
     spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]
@@ -119,14 +115,6 @@ class PlanTask:
     links: TokenLinks
     holders: int  # each fragment should keep at least this many holders
 
-    def digest(self) -> bytes:
-        """Return a digest of all peers' memories, speeds and links; `SwarmPlan.topology` is such a digest."""
-        facts = [
-            (peer, one.memory_bytes, _round(one.tokens_per_s), _round(one.rate), one.changed)
-            for peer, one in self.members
-        ]
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluatePlans:
@@ -144,7 +132,6 @@ class PlansEvaluated:
     """Event: on how many tokens the swarm would train within HORIZON_S with each proposal of an EvaluatePlans."""
 
     number: int  # as in the EvaluatePlans
-    topology: bytes  # `PlanTask.digest` of the evaluated swarm
     stay_tokens: float  # the number of tokens if no peer moves
     proposed: tuple[float, ...]  # the number of tokens with each proposal, in order; 0 if it is impossible
     found: Spans = ()  # the best plan of a search; (): no search, or it found no plan
@@ -205,7 +192,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
     if not task.members or len(task.needs.fragments) < 2 or count > MOST_PLANNED:
-        return PlansEvaluated(asked.number, task.digest(), 0.0, tuple(0.0 for _ in asked.proposals))
+        return PlansEvaluated(asked.number, 0.0, tuple(0.0 for _ in asked.proposals))
     work = work_of(task)
     old = np.array([(one.held.start, one.held.stop) for _, one in task.members])
     stay = max(0.0, span_search.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
@@ -214,7 +201,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     if asked.searches and stay == 0 and cover is None:
         cover = covering.covering(replace(work, tight=True))
     if not asked.searches or (stay == 0 and cover is None):
-        return PlansEvaluated(asked.number, task.digest(), stay, proposed)
+        return PlansEvaluated(asked.number, stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
     nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
     start = old if cover is None else np.where((cover[:, 1] > cover[:, 0])[:, None], cover, old)
@@ -223,7 +210,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     new, tokens = without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
     moved = int((new != old).any(axis=1).sum())
-    return PlansEvaluated(asked.number, task.digest(), stay, proposed, found if tokens else (), tokens, moved)
+    return PlansEvaluated(asked.number, stay, proposed, found if tokens else (), tokens, moved)
 
 
 def work_of(task: PlanTask) -> FragmentCosts:

@@ -364,7 +364,7 @@ class SwarmPlans:
         before, after = found.stay_tokens / HORIZON_S, found.found_tokens / HORIZON_S
         reason = f"{asked.change}: {found.moved} move, {after:,.0f} instead of {before:,.0f} tokens/s"
         changed = tuple(asked.members[PeerId(peer)].changed for peer, _, _ in found.found)
-        return SwarmPlan(self.run, now, found.topology, after, found.moved, reason, found.found, changed)
+        return SwarmPlan(self.run, now, reason, found.found, changed)
 
     def _announce(self, plan: SwarmPlan, now: Seconds) -> Announce:
         expires = now + PLAN_S

@@ -266,7 +266,7 @@ def test_a_step_that_turns_out_not_finite_one_step_later_is_no_longer_counted(
     assert (live.steps, live.tokens > 0) == (1, True)
     (stepped,) = compute.read_queued()
     assert (stepped.dropped, stepped.tokens, compute.counters.tokens) == (True, 0, 0)
-    assert (live.steps, live.tokens, live.lr_sum) == (0, 0, 0.0)
+    assert (live.steps, live.tokens) == (0, 0)
     assert torch.equal(live.theta, before)
 
 
@@ -524,6 +524,21 @@ def test_a_newcomer_of_a_resumed_peer_gets_what_was_trained_while_nobody_was_the
     phi = torch.cat([unpack(blockwise, layout, blob)["phi"] for _, layout, blob in export(again)])
     torch.testing.assert_close(phi, weights(compute))
     assert close(saved_and_resumed(compute)).tokens == 0
+
+
+def test_a_checkpoint_with_the_sums_of_learning_rates_of_wire_version_11_resumes(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of())
+    compute.do(jobs.Rest(0))
+    compute.do(jobs.Save())
+    found = checkpoint.read(compute.setup.folder)
+    assert found is not None
+    tensors, facts = found
+    old = [[tokens, 0.25, resting] for tokens, resting in facts["window"]]
+    checkpoint.write(compute.setup.folder, tensors, {**facts, "window": old})
+    again = Compute(compute.setup)
+    assert again.resume()
+    assert again.gossip.windows() == compute.gossip.windows() == [(one[0], one[2]) for one in old]
+    assert {resting for _, resting in again.gossip.windows()} == {True, False}
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(setup_of: MakeSetup) -> None:

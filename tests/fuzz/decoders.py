@@ -99,7 +99,7 @@ def header(data: bytes) -> None:
             contributions.count_contributions(MEMBERS, {PeerId("A"): message}, PeerId("B"), CUTS)
         case messages.Snapshot():
             layout = (Section("gradient", "fp32", 300, 1200),)
-            contributions.check_sum(message, 1200, 64, messages.Snapshot(RUN, 0, 7, 0, 0.0, 0.0, layout, b""))
+            contributions.check_sum(message, 1200, 64, messages.Snapshot(RUN, 0, 7, 0, 0.0, layout, b""))
         case messages.Welcome():
             received.received(message.config)
 

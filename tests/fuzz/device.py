@@ -101,7 +101,7 @@ class Device:
                 return replace(self._stepped(tokens, loss, own), refused=tuple(refused))
             case EvaluatePlans(number, proposals=proposals):
                 worth = tuple(self.chance.choice((0.0, 1e5, 1e6)) for _ in proposals)
-                return PlansEvaluated(number, bytes(16), self.chance.choice((0.0, 1e5)), worth)
+                return PlansEvaluated(number, self.chance.choice((0.0, 1e5)), worth)
         return self._do_gossip(job)
 
     def _do_gossip(self, job: Any) -> Any:
@@ -109,7 +109,7 @@ class Device:
             case jobs.CloseWindow(fragment, seq):
                 more = ON_REQUEST if self.chance.random() < 0.7 else ()
                 layout = SPARSE_WINDOW if job.thin else WINDOW
-                return jobs.WindowClosed(fragment, seq, 64, 0.5, layout, blob_of(layout), more, CODINGS, 0.01)
+                return jobs.WindowClosed(fragment, seq, 64, layout, blob_of(layout), more, CODINGS, 0.01)
             case jobs.Rest(fragment):
                 return jobs.Rested(fragment)
             case jobs.EncodeSections(fragment, seq, names):
@@ -183,5 +183,5 @@ class Device:
         sums = []
         for fragment, count in self.parameters.items():
             layout = (Section("gradient", "fp32", count, 4 * count),)
-            sums.append(jobs.WindowClosed(fragment, round, TOKENS * len(inside), 0.0, layout, blob_of(layout)))
+            sums.append(jobs.WindowClosed(fragment, round, TOKENS * len(inside), layout, blob_of(layout)))
         return jobs.RoundClosed(round, inside, tuple(sums))

@@ -149,7 +149,7 @@ class Known:
         index = self.chance.randrange(len(self.cuts)) if fragment is None else fragment
         number = int(self.now * 1000) + self.chance.randrange(3) if seq is None else seq
         digest = blobs.digest(blob_of(WINDOW))
-        return Snapshot(self.run, index, number, self.chance.randrange(200), 0.5, self.now, WINDOW, digest)
+        return Snapshot(self.run, index, number, self.chance.randrange(200), self.now, WINDOW, digest)
 
     def asker(self, message: Message) -> PeerId | None:
         """Who may ask this, if only some may."""
@@ -279,7 +279,7 @@ def _collected(known: Known, collect: messages.CollectRequest) -> Envelope:
     tokens = round.count.tokens.get((PeerId(collect.origin), collect.fragment), 0) if round else 0
     layout = (Section("gradient", "fp32", cut.parameters, 4 * cut.parameters),) if tokens else ()
     digest = blobs.digest(blob_of(layout))
-    head = Snapshot(known.run, collect.fragment, collect.round, tokens, 0.0, 0.0, layout, digest)
+    head = Snapshot(known.run, collect.fragment, collect.round, tokens, 0.0, layout, digest)
     return Envelope(head, blob_of(layout))
 
 
@@ -315,8 +315,7 @@ def plan(known: Known) -> SwarmPlan:
     """A plan of the swarm's peers, or one with a field of any value."""
     drawn = [(peer, sorted(known.chance.sample(range(len(known.cuts) + 1), 2))) for peer in _some(known)]
     spans = tuple((peer, begin, end) for peer, (begin, end) in drawn)
-    figures = (known.chance.choice((1e3, 1e6)), known.chance.randrange(3), "because")
-    made = SwarmPlan(known.run, known.now - 1, bytes(16), *figures, spans, (known.now - 2,) * len(spans))
+    made = SwarmPlan(known.run, known.now - 1, "because", spans, (known.now - 2,) * len(spans))
     return _spoilt(made, known.chance)
 
 

@@ -68,9 +68,7 @@ def seeds(name: str, folder: Path) -> Iterator[bytes]:
         case "record":
             yield records.pack(RECORD)
         case "plan":
-            yield evaluate.pack(
-                SwarmPlan(RUN, NOW, bytes(16), 1e4, 1, "faster", (("A", 0, 2), ("B", 1, 3)), (NOW, NOW))
-            )
+            yield evaluate.pack(SwarmPlan(RUN, NOW, "faster", (("A", 0, 2), ("B", 1, 3)), (NOW, NOW)))
         case "received_config":
             yield Config().canonical().encode()
         case "own_config":

@@ -28,7 +28,7 @@ def falsified(kind: str) -> tuple[Snapshot, dict[str, Tensor]]:
     packer.add(PSEUDO_GRADIENT, "q4", drawn(0))
     packer.add("phi", "int8", drawn(9))
     layout, blob = packer.finish()
-    snapshot = Snapshot(RunId("run"), 0, 1, 100, 0.1, 1.0, layout, blobs.digest(blob))
+    snapshot = Snapshot(RunId("run"), 0, 1, 100, 1.0, layout, blobs.digest(blob))
     envelope = liars.falsify(kind, "liar", Envelope(snapshot, blob), blockwise, [drawn(1), drawn(2), drawn(3)])
     assert isinstance(envelope.message, Snapshot)
     assert envelope.message.layout == layout

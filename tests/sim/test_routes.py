@@ -229,7 +229,7 @@ class Parts:
     def adopt(self) -> None:
         first = self.with_layers(range(2))
         spans, made_from = tuple((one.peer, 0, 2) for one in first), (EPOCH + 50.0,) * len(first)
-        plan = SwarmPlan(RUN, EPOCH + 50.0, bytes(16), 1.0, 0, "", spans, made_from)
+        plan = SwarmPlan(RUN, EPOCH + 50.0, "", spans, made_from)
         for one in first:
             assert one.host is not None
             assert one.host.node.span_manager is not None

@@ -207,7 +207,7 @@ def _window_s(window: int, one: GossipedFragment, gossip: FragmentGossip, theirs
             weights.
     """
     began, live = time.thread_time(), one.live
-    live.steps, live.tokens, live.lr_sum = live.steps + 1, live.tokens + 1, live.lr_sum + 1.0
+    live.steps, live.tokens = live.steps + 1, live.tokens + 1
     closed = finish(gossip.program(jobs.CloseWindow(one.index, window + 1)))
     assert isinstance(closed, jobs.WindowClosed)
     every = whole_every(1, 1, len(closed.blob), layout_bytes(closed.on_request))

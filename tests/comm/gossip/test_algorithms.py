@@ -39,7 +39,7 @@ def rule_after_a_close(algorithm: Algorithm) -> tuple[update_rules.UpdateRule, i
     else:
         theta = rule.buffer()
         live.copy_theta(theta)
-        rule.close(theta, Window(0, 0.0, 0), packer)
+        rule.close(theta, Window(0, 0), packer)
         rule.encode(packer, [section.name for section in rule.on_request])
     return rule, len(packer.finish()[1]), SIDE * SIDE
 

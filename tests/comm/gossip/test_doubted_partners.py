@@ -39,7 +39,7 @@ def windows(peers: Sequence[PeerId], number: int) -> list[list[PeerId]]:
     for window in range(1, number + 1):
         now = 10.0 * window
         exchange.handle(Woke(), now)
-        effects = exchange.handle(WindowClosed(0, exchange.seq, 5, 0.1, LAYOUT, b"abcd"), now)
+        effects = exchange.handle(WindowClosed(0, exchange.seq, 5, LAYOUT, b"abcd"), now)
         asks = [effect for effect in effects if isinstance(effect, Ask)]
         asked.append([ask.to for ask in asks])
         for ask in asks:

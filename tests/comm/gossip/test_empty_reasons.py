@@ -24,7 +24,7 @@ def test_a_pull_refused_without_a_word_merges_nothing() -> None:
     context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.0, GossipConfig(), view, view)
     pull = PullExchange(context, 10.0)
     pull.handle(Woke(), 10.0)
-    (ask,) = pull.handle(WindowClosed(0, pull.seq, 5, 0.1, LAYOUT, b"abcd"), 10.0)
+    (ask,) = pull.handle(WindowClosed(0, pull.seq, 5, LAYOUT, b"abcd"), 10.0)
     assert isinstance(ask, Ask)
     effects = pull.handle(Answered(ask.tag, PARTNER, Envelope(Refused("")), 0.1, 0.1, 1, 1), 10.1)
     assert Merge(0, pull.seq, ()) in effects

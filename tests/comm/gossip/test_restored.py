@@ -19,7 +19,7 @@ LAYOUT, BLOB, NOW = (Section("phi", "fp32", 1, 4),), b"1234", 100.0
 def test_what_was_published_before_a_restart_is_stale(restored_at: float, refused: str) -> None:
     view = Stretched(1, 3.0)
     context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, view, restored_at=restored_at)
-    snapshot = Snapshot("run", 0, 95_000, 10, 0.1, 95.0, LAYOUT, blobs.digest(BLOB))
+    snapshot = Snapshot("run", 0, 95_000, 10, 95.0, LAYOUT, blobs.digest(BLOB))
     assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW, len(BLOB)) == refused
 
 
@@ -33,6 +33,6 @@ def test_what_a_partner_sends_says_nothing_about_how_long_our_windows_are() -> N
 
     view = Recorded(1, 3.0)
     context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, view)
-    snapshot = Snapshot("run", 0, 95_000, 10, 0.1, 95.0, LAYOUT, blobs.digest(BLOB))
+    snapshot = Snapshot("run", 0, 95_000, 10, 95.0, LAYOUT, blobs.digest(BLOB))
     assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW, 77) == ""
     assert asked == [77]

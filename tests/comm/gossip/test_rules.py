@@ -47,7 +47,6 @@ class Replica:
     def train(self, seed: int, tokens: int = 1) -> None:
         self.live.theta += 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
         self.live.tokens += tokens
-        self.live.lr_sum += 1e-3
 
     def close(self) -> Contribution:
         """Ends the window; gives all sections of it, those on request too."""

@@ -49,7 +49,7 @@ class SparsePeer:
         """One window, with a pull from each partner; returns the slices that were merged."""
         (close,) = self.machine.handle(Woke(), self.now)
         assert isinstance(close, CloseWindow)
-        closed = WindowClosed(0, close.seq, 64, 0.5, self.layout, bytes(layout_bytes(self.layout)), self.slow)
+        closed = WindowClosed(0, close.seq, 64, self.layout, bytes(layout_bytes(self.layout)), self.slow)
         asks, effects = self.machine.handle(closed, self.now), []
         for ask in (one for one in asks if isinstance(one, Ask)):
             assert isinstance(ask.envelope.message, Pull)
@@ -57,7 +57,7 @@ class SparsePeer:
             blob, slow = bytes(layout_bytes(layout)), len(layout) > len(self.layout)
             self.largest = max(self.largest, len(blob))
             takes_s = PERIOD_S * len(blob) / self.window_bytes
-            header = Snapshot("run", 0, close.seq, 32, 0.25, self.now, layout, blobs.digest(blob))
+            header = Snapshot("run", 0, close.seq, 32, self.now, layout, blobs.digest(blob))
             answer = Answered(ask.tag, ask.to, Envelope(header, blob), takes_s, takes_s, 10, len(blob))
             failed = AskFailed(ask.tag, ask.to, "deadline", takes_s)
             effects = self.machine.handle(failed if fails and slow else answer, self.now + takes_s)
@@ -91,7 +91,7 @@ def sent(theta: Tensor, peer: str, names: Sequence[str]) -> Contribution:
     """A window in which each weight has grown by 0.3, and these slices of the slow weights before it."""
     rule = update_rules.rule(GossipConfig(), theta.clone(), PeerId(peer), TOOLS)
     packer = Packer(blockwise)
-    rule.close(theta + 0.3, Window(100, 0.1, 1), packer)
+    rule.close(theta + 0.3, Window(100, 1), packer)
     rule.encode(packer, names)
     return Contribution(PeerId(peer), 100, *packer.finish())
 
@@ -101,7 +101,7 @@ def test_a_slice_moves_its_part_of_the_slow_weights_and_no_other() -> None:
     theirs = ours + 0.1
     one = update_rules.rule(GossipConfig(), ours.clone(), PeerId("A"), TOOLS)
     assert isinstance(one, PullRule)
-    one.close(ours + 0.3, Window(100, 0.1, 1), Packer(blockwise))
+    one.close(ours + 0.3, Window(100, 1), Packer(blockwise))
     one.merge([one.read(sent(theirs, "B", ["phi.0", "phi.5"]))], 1)
     moved = one.phi - (ours + 0.3)
     for name, part in one.slices.items():

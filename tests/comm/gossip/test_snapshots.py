@@ -24,8 +24,8 @@ def slices(*names: str) -> bytes:
 def published() -> SnapshotStore:
     """A store with a snapshot to which somebody has had slow weights added."""
     store = SnapshotStore()
-    header = Snapshot("run", 0, 5, 1, 0.1, 100.0, LIGHT, blobs.digest(bytes(8000)))
-    store.put(header, WindowClosed(0, 5, 1, 0.1, LIGHT, bytes(8000), MORE), 100.0)
+    header = Snapshot("run", 0, 5, 1, 100.0, LIGHT, blobs.digest(bytes(8000)))
+    store.put(header, WindowClosed(0, 5, 1, LIGHT, bytes(8000), MORE), 100.0)
     assert ask(store, ALL, 100.0) == [EncodeSections(0, 5, ALL)]
     store.encoded(SectionsEncoded(0, 5, MORE, slices(*ALL)))
     return store
@@ -84,8 +84,8 @@ def test_whatever_is_asked_for_the_answers_take_the_memory_of_a_few() -> None:
 
 def closed(store: SnapshotStore, seq: int) -> bool:
     """A window ends every ten seconds, and is merged at once. Returns whether slow weights are made unasked."""
-    header = Snapshot("run", 0, seq, 1, 0.1, 10.0 * seq, LIGHT, bytes(16), lasted_s=10.0 if seq > 1 else 0.0)
-    effects = store.put(header, WindowClosed(0, seq, 1, 0.1, LIGHT, bytes(8000), MORE), 10.0 * seq)
+    header = Snapshot("run", 0, seq, 1, 10.0 * seq, LIGHT, bytes(16), lasted_s=10.0 if seq > 1 else 0.0)
+    effects = store.put(header, WindowClosed(0, seq, 1, LIGHT, bytes(8000), MORE), 10.0 * seq)
     store.settle()
     if made := EncodeSections(0, seq, ALL) in effects:
         store.encoded(SectionsEncoded(0, seq, MORE, slices(*ALL)))
@@ -119,6 +119,6 @@ def test_the_newest_snapshot_alone_is_kept_and_the_one_before_it_where_rounds_ar
     for seq in (1, 2, 3):
         closed(store, seq)
     assert [one.snapshot.seq for one in store.latest] == [3]
-    header = Snapshot("run", 0, 4, 1, 0.1, 40.0, LIGHT, bytes(16))
-    store.put(header, WindowClosed(0, 4, 1, 0.1, LIGHT, bytes(8000), MORE), 40.0, keep=ROUNDS_KEPT)
+    header = Snapshot("run", 0, 4, 1, 40.0, LIGHT, bytes(16))
+    store.put(header, WindowClosed(0, 4, 1, LIGHT, bytes(8000), MORE), 40.0, keep=ROUNDS_KEPT)
     assert [one.snapshot.seq for one in store.latest] == [3, 4]

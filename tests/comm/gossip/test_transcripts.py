@@ -132,7 +132,7 @@ def event_of(text: str, now: float, swarm: Swarm) -> Event:
         case ["closed", seq, *code]:
             later, codings = (swarm.slow, (*LIGHT, *SIGNS)) if swarm.slow else ((), ())
             window = SIGNS if code == ["signs"] else LIGHT
-            return WindowClosed(0, int(seq), 64, 0.5, window, b"M" * sum(one.size for one in window), later, codings)
+            return WindowClosed(0, int(seq), 64, window, b"M" * sum(one.size for one in window), later, codings)
         case ["encoded", seq, *names]:
             made = tuple(one for one in swarm.slow if one.name in names or not names)
             return SectionsEncoded(0, int(seq), made, b"S" * sum(one.size for one in made))
@@ -161,7 +161,7 @@ def said(sender: str, text: str, now: float, slow: Sequence[Section]) -> Envelop
     layout = (*(SIGNS if "signs" in words else LIGHT), *came)
     blob = sender.encode() * sum(section.size for section in layout)
     sent = float(after.get("at", now))
-    snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))
+    snapshot = Snapshot("run", 0, int(words[0]), 32, sent, layout, blobs.digest(blob))
     for flaw in set(words) & set(FLAWS):
         snapshot = replace(snapshot, **FLAWS[flaw])  # type: ignore[arg-type]
     return Envelope(snapshot, blob)

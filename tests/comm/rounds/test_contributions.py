@@ -114,7 +114,7 @@ def test_a_version_depends_on_the_peers_in_a_step_and_not_on_their_order() -> No
 
 
 LAYOUT = (Section("gradient", "fp32", 100, 400),)
-EXPECTED = Snapshot("run", 2, 7, 0, 0.0, 0.0, LAYOUT, b"")
+EXPECTED = Snapshot("run", 2, 7, 0, 0.0, LAYOUT, b"")
 
 
 @pytest.mark.parametrize(

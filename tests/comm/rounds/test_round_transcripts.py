@@ -199,7 +199,7 @@ class World:
                 assert question.fragment is not None
                 blob = question.origin.encode() * 40 if int(tokens) else b""
                 layout = LAYOUT if int(tokens) else ()
-                head = (run, question.fragment, question.round, int(tokens), 0.0, 0.0, layout)
+                head = (run, question.fragment, question.round, int(tokens), 0.0, layout)
                 return Envelope(Snapshot(*head, blobs.digest(blob)), blob)
         raise AssertionError(text)
 
@@ -318,7 +318,7 @@ def _hops(places: Sequence[str], members: Sequence[int], ends: Sequence[int]) ->
 
 def _closed(fragment: int, number: int, tokens: int) -> WindowClosed:
     blob = b"M" * 40 if tokens else b""
-    return WindowClosed(fragment, number, tokens, 0.0, LAYOUT if tokens else (), blob)
+    return WindowClosed(fragment, number, tokens, LAYOUT if tokens else (), blob)
 
 
 def _plain(value: object) -> str:

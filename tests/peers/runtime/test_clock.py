@@ -146,7 +146,7 @@ def test_a_window_that_was_closed_before_the_machine_was_suspended_is_as_old_as_
             return 0.0
 
         def run(self, report: Callable[[jobs.Outcome], None]) -> None:
-            report(jobs.WindowClosed(0, 1, 5, 0.1, (), b""))
+            report(jobs.WindowClosed(0, 1, 5, (), b""))
             raise RuntimeError("it was all that it had to do")
 
     def heard(node: Node, event: PeerEvent, now: float) -> list[Any]:

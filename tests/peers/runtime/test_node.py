@@ -150,7 +150,7 @@ class Played:
                 case Ask():
                     self.asks.append(effect)
                 case jobs.CloseWindow(fragment, seq):
-                    self.deliver(jobs.WindowClosed(fragment, seq, 64, 0.5, LAYOUT, BLOB))
+                    self.deliver(jobs.WindowClosed(fragment, seq, 64, LAYOUT, BLOB))
                 case jobs.Merge(fragment, seq, parts):
                     self.deliver(jobs.Merged(fragment, seq, tuple(part.peer for part in parts), ()))
                 case jobs.ExportState(fragment):
@@ -190,7 +190,7 @@ sections = st.builds(Section, words(32), words(16), numbers(1 << 40), numbers(1 
 layouts = st.just(LAYOUT) | st.lists(sections, max_size=3).map(tuple)
 digests = st.just(blobs.digest(BLOB)) | st.binary(min_size=16, max_size=16)
 rates = st.floats(0, 1e12, exclude_max=True)
-snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), rates, times, layouts, digests)
+snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), times, layouts, digests)
 patience = st.floats(0, MAX_PATIENCE_S)
 holds = st.floats(0, messages.MAX_ROUTE_S)
 names = st.sampled_from([(), ("pseudo_gradient",), ("phi.0",)]) | st.lists(words(32), max_size=16).map(tuple)
@@ -418,7 +418,7 @@ def test_gossip_before_we_train_is_refused() -> None:
 
 def test_only_some_messages_may_carry_a_blob() -> None:
     node = Played("pull", "joining").node
-    snapshot = Snapshot(RUN, 1, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
+    snapshot = Snapshot(RUN, 1, 7, 64, NOW, LAYOUT, blobs.digest(BLOB))
     assert node.answers.blob_bound(messages.Probe(0)) == messages.MAX_PROBE_BYTES
     assert node.answers.blob_bound(snapshot) == 0
 

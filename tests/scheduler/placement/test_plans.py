@@ -211,7 +211,7 @@ class Judge:
         evaluation = self.plans._pending
         assert evaluation is not None
         tokens = tuple(figures[plan.reason] for plan in evaluation.plans)
-        self.plans.handle(PlansEvaluated(asked.number, bytes(16), stay, tokens), now + 1.0)
+        self.plans.handle(PlansEvaluated(asked.number, stay, tokens), now + 1.0)
 
 
 def moving(*names: str, **change: object) -> SwarmPlan:
@@ -241,7 +241,7 @@ def test_of_equal_plans_the_first_one_is_followed_whichever_was_heard_of_first(o
 def test_of_equal_plans_all_take_the_one_that_others_have_moved_for() -> None:
     """Its proposer had counted more moves: those that were nearly there went back (seed 445255 of the sweep)."""
     judge, equal = Judge(), {"B": 100.0, "C": 100.0}
-    proposals = {"B": moving("A", "B", "C", reason="B", moves=3), "C": moving("A", "D", reason="C", moves=2)}
+    proposals = {"B": moving("A", "B", "C", reason="B"), "C": moving("A", "D", reason="C")}
     judge.judges(proposals, equal, 100.0)
     assert judge.plans.adopted == proposals["C"]
     moved = {**EVEN, **swarm(B=(2, 4, 100.0), C=(0, 2, 100.0))}
@@ -250,7 +250,7 @@ def test_of_equal_plans_all_take_the_one_that_others_have_moved_for() -> None:
 
 
 def test_a_plan_that_is_no_better_than_staying_any_more_is_let_go() -> None:
-    judge, proposals = Judge(), {"B": plan(reason="B"), "C": plan(reason="C", moves=2)}
+    judge, proposals = Judge(), {"B": plan(reason="B"), "C": plan(reason="C")}
     judge.judges({"B": proposals["B"]}, {"B": 100.0}, 100.0)
     assert judge.plans.adopted == proposals["B"]
     judge.judges(proposals, {"B": 98.0, "C": 101.0}, 110.0, stay=100.0)
@@ -260,13 +260,13 @@ def test_a_plan_that_is_no_better_than_staying_any_more_is_let_go() -> None:
 def test_plans_are_judged_again_when_peers_have_moved() -> None:
     """The others moved by a plan that was hardly better than staying when we judged it (seed 487 of the sweep)."""
     judge = Judge()
-    proposals = {"B": plan(time=99.0, moves=3, reason="B"), "C": plan(time=115.0, moves=1, reason="C")}
+    proposals = {"B": plan(time=99.0, reason="B"), "C": plan(time=115.0, reason="C")}
     judge.judges(proposals, {"B": 99.0, "C": 106.0}, 116.0, stay=100.0)
     assert judge.plans.adopted == proposals["C"]
     moved = {**EVEN, PeerId("B"): replace(EVEN[PeerId("B")], held=range(1, 2))}
     assert judge.hears(proposals, 120.0, moved) == []
     (asked,) = judge.hears(proposals, 130.0, moved)
-    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 60.0, (104.0, 106.0)), 131.0)
+    judge.plans.handle(PlansEvaluated(asked.number, 60.0, (104.0, 106.0)), 131.0)
     assert judge.plans.adopted == proposals["B"]
 
 
@@ -301,7 +301,7 @@ def test_each_change_of_mind_between_two_plans_leaves_twice_the_time_for_moves()
         evaluation = judge.plans._pending
         assert evaluation is not None
         tokens = tuple(130.0 if one.reason == best else 104.0 for one in evaluation.plans)
-        judge.plans.handle(PlansEvaluated(asked[0].number, bytes(16), 100.0, tokens), now + 1.0)
+        judge.plans.handle(PlansEvaluated(asked[0].number, 100.0, tokens), now + 1.0)
         assert judge.plans.adopted == proposals[best]
     assert [later - one for one, later in itertools.pairwise(judged)] == [20.0, 40.0]
 
@@ -310,7 +310,7 @@ def test_evaluations_of_the_same_plans_take_a_tenth_of_the_time() -> None:
     judge, spans = Judge(), (("A", 1, 2),)
     proposals = {"B": plan(time=99.0, reason="B", spans=spans), "C": plan(time=115.0, reason="C", spans=spans)}
     (asked,) = judge.hears(proposals, 116.0)
-    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 100.0, (104.0, 120.0)), 120.0)
+    judge.plans.handle(PlansEvaluated(asked.number, 100.0, (104.0, 120.0)), 120.0)
     assert judge.hears(proposals, 155.0) == []
     assert len(judge.hears(proposals, 157.0)) == 1
 
@@ -333,7 +333,7 @@ def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -
     many = {f"P{number:02}": plan(time=50.0 + number, reason=str(number)) for number in range(3 * MAX_PLANS)}
     (asked,) = judge.hears(many, 100.0)
     assert len(asked.proposals) == MAX_PLANS
-    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 1.0, (1.0,) * MAX_PLANS), 101.0)
+    judge.plans.handle(PlansEvaluated(asked.number, 1.0, (1.0,) * MAX_PLANS), 101.0)
     assert judge.hears(many, 109.0) == []  # no plan is new
     last = max(many)
     (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
@@ -489,7 +489,7 @@ def test_a_stuck_peer_evaluates_a_plan_that_it_hears_of_before_it_searches() -> 
     (asked,) = judge.hears({"B": moving("B")}, judge.plans.search.at, tight, stuck=True)
     assert asked.proposals
     assert not asked.searches
-    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 0.0, (0.0,)), 110.0)
+    judge.plans.handle(PlansEvaluated(asked.number, 0.0, (0.0,)), 110.0)
     (asked,) = judge.hears({}, 110.0, tight, stuck=True)
     assert asked.searches
 
@@ -506,7 +506,7 @@ def test_peers_that_hear_late_of_a_plan_begin_to_move_when_the_others_do() -> No
 
 def test_takers_of_a_layer_are_those_that_the_plan_gives_it_to_and_that_are_there() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
-    plans.adopted = SwarmPlan(RUN, 100.0, bytes(16), 1.0, 2, "exchange", (("A", 2, 4), ("B", 0, 2)), (0.0, 0.0))
+    plans.adopted = SwarmPlan(RUN, 100.0, "exchange", (("A", 2, 4), ("B", 0, 2)), (0.0, 0.0))
     assert [plans.takers(index, [PeerId("B")]) for index in range(4)] == [["B"], ["B"], [], []]
     assert plans.takers(0, []) == []
     plans.drop_adopted()
@@ -527,7 +527,7 @@ def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
 
 
 def plan(**change: object) -> SwarmPlan:
-    made = SwarmPlan(RUN, 100.0, bytes(16), 5.0, 1, "x", (("A", 0, 2),), (0.0,))
+    made = SwarmPlan(RUN, 100.0, "x", (("A", 0, 2),), (0.0,))
     if isinstance(spans := change.get("spans"), tuple):
         made = replace(made, changed=(0.0,) * len(spans))
     return replace(made, **change)  # type: ignore[arg-type]
@@ -543,7 +543,7 @@ def test_a_plan_comes_back_as_it_was() -> None:
         b"",
         b"\xc1",
         pack(plan())[:-1],
-        pack(plan(tokens_per_s=-1.0)),
+        pack(plan(time=-1.0)),
         pack(plan(spans=(("A", 0),))),
         pack(plan(time=1e12)),
     ],
@@ -577,7 +577,7 @@ def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
 def test_an_answer_to_an_older_question_says_nothing() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, LINKS, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     plans._begin_evaluation(EVEN, searches=True)
-    assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
+    assert plans.handle(PlansEvaluated(99, 1.0, ()), 100.0) == []
     assert plans.adopted is None
 
 
