@@ -131,10 +131,11 @@ def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
     """Return the bytes that each fragment takes on one rank of an island whose ranks divide the model equally.
 
     Each rank holds an equal part of the state. For one fragment at a time, ranks also hold complete vectors: rank 0
-    those of gossip, and every rank the weights and gradients of the layer that computes and of the next layer.
+    those of gossip, and every rank the weights and gradients of the layer that computes, of the next layer, and of the
+    layer whose gradients are being added up.
     """
     number_bytes = 2 if run.train.weights == "bfloat16" else 4
-    layers = [2 * 2 * number_bytes * one.parameters for one in whole.fragments]
+    layers = [3 * 2 * number_bytes * one.parameters for one in whole.fragments]
     return replace(
         whole,
         state=tuple(-(-size // ranks) for size in whole.state),

@@ -74,9 +74,11 @@ def test_a_rounded_residual_replaces_the_older_one_until_it_is_dropped() -> None
     assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE)
 
 
-def test_a_rank_of_four_is_counted_with_a_third_of_a_large_model_s_memory() -> None:
+def test_a_rank_is_counted_with_what_it_takes_of_a_large_model_s_memory() -> None:
+    """benchmarks/islands.py measured 17.6 and 12.0 bytes a parameter, the process itself left out."""
     run = config.load(None, ["model.depth=12", "model.width=768", "train.micro_batch=1"])
     whole = memory.needs(run)
     count = len(whole.fragments)
-    shares = [memory.part_of(whole, run, ranks).span_bytes(0, count) / whole.span_bytes(0, count) for ranks in (2, 4)]
-    assert shares == [pytest.approx(0.54, abs=0.05), pytest.approx(0.31, abs=0.05)]
+    parameters = sum(one.parameters for one in whole.fragments)
+    claims = [memory.part_of(whole, run, ranks).span_bytes(0, count) / parameters for ranks in (2, 4)]
+    assert claims == [pytest.approx(17.6, rel=0.07), pytest.approx(12.0, rel=0.07)]
