@@ -51,6 +51,7 @@ class Method:
     partners: int = PEERS - 1
     phi_every: int = 3  # windows from one pull of slow weights to the next
     rarer: int = 0  # of how many numbers sparse windows send one, as its sign; 0: as comm/codecs/blockwise.py does
+    mean_rarer: int = 0  # the same of the means that owners of parts send; 0: as windows
     kept: float = UNSENT_KEPT  # share of what a sparse window has not sent that the live weights keep
     slices: int = 1  # a pull of slow weights takes one of so many parts of them, in turn
     exponential: bool = False  # partners at the distances 1, 2, 4 ... in turn, not random ones
@@ -195,10 +196,13 @@ class Swarm:
         weights = token_weights([window.tokens for window in windows])
         for weight, window in zip(weights, windows, strict=True):
             mean += weight * window.pseudo_gradient
-        sent = self._coded(self.method.code, mean)
+        rarer = self.method.mean_rarer
+        sent = signs_of_the_largest(mean, rarer) if rarer else self._coded(self.method.code, mean)
         self.owed = mean - sent
         others = (len(windows) - 1) / len(windows)  # what is in other peers' hands: of the parts, and of the means
-        self.received += len(windows) * 2 * others * self._bytes(self.method.code)
+        window_bytes = self._bytes(self.method.code)
+        mean_bytes = signs_bytes(rarer) if rarer else window_bytes
+        self.received += len(windows) * others * (window_bytes + mean_bytes)
         lr_sum = sum(weight * window.lr_sum for weight, window in zip(weights, windows, strict=True))
         return outer_step.WindowUpdate(sent, sum(window.tokens for window in windows), lr_sum)
 
@@ -285,8 +289,8 @@ class Swarm:
 
     def _bytes(self, codec: str) -> float:
         size = self.replicas.theta_PN.shape[1]
-        if codec == SPARSE_CODEC and self.method.rarer:  # a scale for a group; of each number its place and its sign
-            return (2 / GROUP) + (math.log2(self.method.rarer) + 2 + 1) / self.method.rarer / 8
+        if codec == SPARSE_CODEC and self.method.rarer:
+            return signs_bytes(self.method.rarer)
         return blockwise.CODECS["fp32" if self.method.exact else codec].size(size) / size
 
 
@@ -296,6 +300,11 @@ def signs_of_the_largest(values: Tensor, rarer: int) -> Tensor:
     largest, places = padded.abs().topk(GROUP // rarer, dim=1)
     signs = padded.gather(1, places).sign() * largest.mean(dim=1, keepdim=True)
     return torch.zeros_like(padded).scatter_(1, places, signs).view(-1)[: len(values)]
+
+
+def signs_bytes(rarer: int) -> float:
+    """Return the bytes a parameter of `signs_of_the_largest`: a scale for a group; of each number place and sign."""
+    return 2 / GROUP + (math.log2(rarer) + 2 + 1) / rarer / 8
 
 
 def rate_at(setting: Setting, now: int) -> float:
