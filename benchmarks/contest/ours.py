@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contest.contestants import STEP_S
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -40,6 +41,11 @@ def command(folder: Path, place: int, life: int, leader: str, overrides: list[st
     first = Identity.load_or_create(folder / "0-0" / "identity.key").peer
     join = f"/ip4/{leader}/tcp/{LIBP2P_PORT}/p2p/{first}"
     return [*line, "--join", join, "--join-wait", str(JOIN_WAIT_S)]
+
+
+# Of a swarm with parts of the model. Beside the whole model one micro-batch must fit, and two beside a fragment, which
+# would take more memory with micro-batches of 8 sequences.
+OF_PARTS = ("train.micro_batch=4", "train.accumulate=2", f"train.emulated_micro_batch_s={STEP_S / 2}")
 
 
 def half_the_memory(overrides: list[str]) -> list[str]:

@@ -119,6 +119,7 @@ class Peers:
         overrides, options = self.task.settings()
         throttle = self.task.throttles[place]
         if self.task.contestant.kind == "ours":
+            overrides += ours.OF_PARTS if self.task.scenario.fault.spans else ()
             line = ours.command(self.folder, place, life, self.lab.address(0), overrides, throttle)
             return line + (ours.half_the_memory(overrides) if self.task.scenario.fault.spans else [])
         setup = Setup(

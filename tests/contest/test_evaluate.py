@@ -57,7 +57,8 @@ def test_losses_are_those_of_the_saved_weights_and_of_their_mean(tmp_path: Path)
 
 
 def test_half_the_memory_holds_a_fragment_and_not_the_model() -> None:
-    needs = memory.needs(config.load(None, list(MODEL)))
-    size = int(ours.half_the_memory(list(MODEL))[1])
+    overrides = [*MODEL, *ours.OF_PARTS]
+    needs = memory.needs(config.load(None, overrides))
+    size = int(ours.half_the_memory(overrides)[1])
     assert max(needs.span_bytes(number, number + 1) for number in range(len(needs.fragments))) <= size
     assert size < needs.span_bytes(0, len(needs.fragments))
