@@ -31,6 +31,8 @@ WHOLE = (0, -1)
 CASES = {  # overrides, and the span in fragments
     "10 M, whole": (SIZES["10M"], WHOLE),
     "10 M, whole, AdamW": ([*SIZES["10M"], "train.optimizer=adamw"], WHOLE),
+    "10 M, accumulated": ([*SIZES["10M"], "train.accumulate=4"], WHOLE),
+    "10 M, recomputed": ([*SIZES["10M"], "train.recompute=true"], WHOLE),
     "85 M, whole": (SIZES["85M"], WHOLE),
     "85 M, whole, AdamW": ([*SIZES["85M"], "train.optimizer=adamw"], WHOLE),
     "narrow, front half": (["model.depth=6", "model.width=256", "model.context=128"], (0, 4)),
