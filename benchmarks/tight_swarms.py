@@ -54,7 +54,7 @@ MODEL = [
     *("gossip.window_s=60", "gossip.start_window_s=60", "swarm.checkpoint_every_s=60"),
 ]
 PEERS = 6
-MEMORY = (0.3, 0.6)  # of the bytes that the whole model takes with USUAL_IN_FLIGHT micro-batches
+MEMORY = (0.3, 0.6)  # a peer's memory, over that of the whole model with USUAL_IN_FLIGHT micro-batches
 THROTTLES = (1.0, 1.0, 2.67, 4.0, 8.0)
 STEP_S = 0.5
 TOKENS = 128

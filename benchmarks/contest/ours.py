@@ -43,8 +43,8 @@ def command(folder: Path, place: int, life: int, leader: str, overrides: list[st
     return [*line, "--join", join, "--join-wait", str(JOIN_WAIT_S)]
 
 
-# Of a swarm with parts of the model. Beside the whole model one micro-batch must fit, and two beside a fragment, which
-# would take more memory with micro-batches of 8 sequences.
+# Settings of the swarm whose peers hold parts of the model. A peer needs memory for one micro-batch with the whole
+# model, but for two with a part. With 8 sequences in a micro-batch, one fragment would need more than the whole model.
 OF_PARTS = ("train.micro_batch=4", "train.accumulate=2", f"train.emulated_micro_batch_s={STEP_S / 2}")
 
 

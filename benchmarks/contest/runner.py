@@ -119,9 +119,10 @@ class Peers:
         overrides, options = self.task.settings()
         throttle = self.task.throttles[place]
         if self.task.contestant.kind == "ours":
-            overrides += ours.OF_PARTS if self.task.scenario.fault.spans else ()
+            parts = self.task.scenario.fault.spans
+            overrides += ours.OF_PARTS if parts else ()
             line = ours.command(self.folder, place, life, self.lab.address(0), overrides, throttle)
-            return line + (ours.half_the_memory(overrides) if self.task.scenario.fault.spans else [])
+            return line + (ours.half_the_memory(overrides) if parts else [])
         setup = Setup(
             place=place,
             life=life,

@@ -98,7 +98,7 @@ class Forwarding:
 
     @property
     def begun_part(self) -> float:
-        """Return the share (0 to 1) of this peer's executions that begin at the first layer, by the routing weights.
+        """Return the share (0 to 1) of this peer's executions that the routing weights let begin at the first layer.
 
         It is 1.0 without weights, and in a synchronous run, in which rounds say how many micro-batches begin.
         """

@@ -20,7 +20,7 @@ class Algorithm:
     name: str
     rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
     memory_bytes: int  # gossip state and published snapshots together take at most this many bytes per parameter
-    large_memory_bytes: int = 0  # the same in a large fragment (`LARGE_ELEMENTS`); 0: as in all others
+    large_memory_bytes: int = 0  # `memory_bytes` of a fragment with at least LARGE_ELEMENTS parameters; 0: the same
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
 

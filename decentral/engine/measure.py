@@ -189,7 +189,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return a GPU's memory in bytes; for the CPU, the part of the host's memory that the model may use."""
+    """Return the bytes of memory that the model may use: what is free on a GPU, or a part of the host's."""
     if device.type != "cpu":
         return accelerator.memory_bytes(device)
     return machine_bytes()

@@ -120,8 +120,7 @@ def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
     else:
         found = needs(run, gossip_apart=True)
         if run.train.accumulate == 1:
-            number_bytes = 2 if run.train.weights == "bfloat16" else 4
-            found = replace(found, late_gradients=tuple(number_bytes * one.parameters for one in found.fragments))
+            found = replace(found, late_gradients=tuple(_number_bytes(run) * one.parameters for one in found.fragments))
         if device.dtype == torch.bfloat16:
             found = replace(found, activations=tuple(size // 2 for size in found.activations))
     return part_of(found, run, device.ranks.size) if device.ranks.sharded else found
@@ -134,8 +133,7 @@ def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
     those of gossip, and every rank the weights and gradients of the layer that computes, of the next layer, and of the
     layer whose gradients are being added up.
     """
-    number_bytes = 2 if run.train.weights == "bfloat16" else 4
-    layers = [3 * 2 * number_bytes * one.parameters for one in whole.fragments]
+    layers = [3 * 2 * _number_bytes(run) * one.parameters for one in whole.fragments]
     return replace(
         whole,
         state=tuple(-(-size // ranks) for size in whole.state),
@@ -146,7 +144,7 @@ def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
 
 def layer_bytes(run: config.Config) -> list[LayerBytes]:
     """Return the bytes that each layer of the run's model takes, in the order of layers."""
-    train, found, number_bytes = run.train, [], 2 if run.train.weights == "bfloat16" else 4
+    train, found, number_bytes = run.train, [], _number_bytes(run)
     chosen = OPTIMIZERS[train.optimizer]
     kept, last = activation_bytes(run.model), len(decoder.sizes(run.model)) - 1
     entering, logits = decoder.widths(run.model), _tokens(run) * run.model.vocabulary
@@ -190,6 +188,11 @@ def activation_bytes(model: config.ModelConfig) -> list[int]:
     if model.lora is not None:
         block += 4 * model.lora.rank * len(model.lora.targets)
     return [4 * width + 8, *([block] * model.depth), 12 * width + LOGIT_BYTES * model.vocabulary]
+
+
+def _number_bytes(run: config.Config) -> int:
+    """Return the bytes of one weight, or of its gradient, as `train.weights` says."""
+    return 2 if run.train.weights == "bfloat16" else 4
 
 
 def _tokens(run: config.Config) -> int:

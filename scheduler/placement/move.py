@@ -58,7 +58,7 @@ class MovePhase(Enum):
 
 
 class MoveCause(StrEnum):
-    """Why a peer moves. The journal has the value."""
+    """The reason why a peer changes its layers; the journal records the value as `why`."""
 
     RECOVERY = "lost"  # some layers have lost their last holder (recover.py)
     RELIEF = "relief"  # only peers with the whole model hold some layers (recover.py)

@@ -183,7 +183,7 @@ def test_a_whole_model_on_a_gpu_is_claimed_at_what_training_it_took(
 def test_a_whole_model_on_a_cpu_is_claimed_at_what_training_it_took(
     size: str, optimizer: str, measured_mb: float
 ) -> None:
-    """The most that a process took with the windows of all fragments waiting (benchmarks/memory.py)."""
+    """A process's peak of memory while closed windows of all fragments waited to be merged (benchmarks/memory.py)."""
     needs = memory.needs(config.load(None, [*SIZES[size], f"train.optimizer={optimizer}"]))
     assert 1.0 <= needs.span_bytes(0, len(needs.fragments)) / 1e6 / measured_mb <= 1.15
 

@@ -66,7 +66,7 @@ def scenario(spec: str = "", seconds: float = 90.0, peers: int = 4, settings: Sw
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_searches() -> Iterator[None]:
-    """Let searches for plans take a tenth of their rounds: these take most of the time, and four peers need no more."""
+    """Search for plans in a tenth of the usual rounds, which suffice for four peers: searches take most test time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "SEARCH_ROUNDS", evaluate.SEARCH_ROUNDS // 10)
         yield
