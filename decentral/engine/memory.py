@@ -6,7 +6,7 @@
         gossip state: `state_bytes` of the algorithm's record; not counted with a GPU, where it is in host memory
         in a peer with a part of the model: 4 bytes for each of the `RoutesConfig.slots` sums of gradients that wait for
           their step, and 4 bytes for the sum that still grows if gradients are in bf16. A peer with the whole model
-          allocates its sums when it first computes for another peer
+          computes for others only if its memory has place for these sums, with 4 bytes more in fp32 too
     for each parameter of the largest fragment
         16 bytes: vectors that exist while the fragment's update is published, merged or sent to a joining peer
     the scratch memory of an optimizer step or of a backward pass, whichever is larger
@@ -88,6 +88,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     ahead = WEIGHT_BYTES if run.routes.overlap and run.train.weights == "float32" else 0
     always, of_parts = (sums, 0) if run.synchronous else (0, sums + ahead)
     parameter = sum(layer.state for layer in layers) / sum(decoder.parameters(run.model))
+    all_sums = SUM_BYTES * (run.routes.slots + 1) * sum(one.parameters for one in cut)
     within = [layers[one.first : one.last] for one in cut]
     state = [sum(layer.state for layer in own) for own in within]
     if cuts is not None:
@@ -103,6 +104,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
             _tokens(run) * sum(layer.token for layer in own) + ahead * one.parameters
             for own, one in zip(within, cut, strict=True)
         ),
+        sums_for_others=0 if run.synchronous else all_sums,
         sums=tuple(of_parts * one.parameters for one in cut),
     )
 

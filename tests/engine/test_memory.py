@@ -345,6 +345,23 @@ def test_memory_for_two_micro_batches_counts_as_two() -> None:
     assert needs.capacity(0, 2, needs.span_bytes(0, 2, 3)) == 3
 
 
+def test_a_peer_with_the_whole_model_computes_for_others_only_if_their_gradient_sums_fit() -> None:
+    """It allocated them when the first micro-batch came, beyond all that `--memory` allows."""
+    run = config.Config(model=config.ModelConfig(depth=4, width=128))
+    needs = memory.needs(run)
+    count, parameters = len(needs.fragments), sum(decoder.parameters(run.model))
+    fits = needs.span_bytes(0, count)
+    assert needs.capacity(0, count, fits) == 0
+    sums = 4 * (run.routes.slots + 1) * parameters
+    assert needs.capacity(0, count, fits + sums + sum(needs.activations)) == 1
+    assert needs.capacity(0, count, fits + sums + 3 * sum(needs.activations)) == 3
+
+
+def test_in_a_synchronous_run_the_whole_model_computes_routed_micro_batches_only() -> None:
+    needs = memory.needs(config.load(None, ["gossip.algorithm=synchronous"]))
+    assert needs.capacity(0, len(needs.fragments), needs.span_bytes(0, len(needs.fragments))) == 1
+
+
 # Before anything is made
 
 
