@@ -32,6 +32,7 @@ class MemoryNeeds:
     sums: tuple[int, ...] = ()  # bytes of each fragment's gradient sums, on a peer with a part of the model
     # Bytes of the gradient sums of a peer that trains the whole model and also computes micro-batches of other peers.
     sums_for_others: int = 0
+    kept: int = 0  # bytes of freed tensors that a process with the whole model keeps for the next ones
     # Bytes of each fragment's gradients if a step of the whole model allocates them only where it has freed
     # activations; (): gradients and activations are in memory together.
     late_gradients: tuple[int, ...] = ()
@@ -48,12 +49,12 @@ class MemoryNeeds:
             micro_batches: Number of micro-batches in flight; None: `least_in_flight(end - begin)`.
         """
         part = slice(begin, end)
-        sums = sum(self.sums[part]) if end - begin < len(self.fragments) else 0
+        more = sum(self.sums[part]) if end - begin < len(self.fragments) else self.kept
         count = self.least_in_flight(end - begin) if micro_batches is None else micro_batches
         activations = count * sum(self.activations[part])
         if count == 1 and end - begin >= len(self.fragments):
             activations -= min(activations, sum(self.late_gradients))
-        return sum(self.state[part]) + sums + max(self.scratch[part], default=0) + activations
+        return sum(self.state[part]) + more + max(self.scratch[part], default=0) + activations
 
     @property
     def state_of_parts(self) -> tuple[int, ...]:
