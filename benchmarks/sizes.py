@@ -6,9 +6,9 @@
 
 For each size and each N, N bare loops (bare_loop.py) and a swarm of N peers, as `decentral.local` starts them, take
 turns on this machine, one torch thread each: A B A B, so that a change of the machine's load meets both. An interval
-begins when all N train and have done so for some seconds. Peers keep the config's gossip and checkpoints, and evaluate
-once, before the interval; `--evaluate` leaves the config's evaluations. The ratio is that of the mean rates; beside it
-stand the least and the largest ratio of one repetition.
+begins `--settle` seconds after all N train and, if they are peers, the first has evaluated. Peers keep the config's
+gossip and checkpoints, and do not evaluate again; `--evaluate` leaves the config's evaluations. The ratio is that of
+the mean rates; beside it stand the least and the largest ratio of one repetition.
 
 What makes the ratio fall: work of a peer on its training thread between two steps (gossip, checkpoints, states for
 newcomers), whatever it does on other threads when the swarm has all cores of the machine, and its use of the memory's
@@ -37,16 +37,17 @@ from benchmarks.kernels import kernel_rates
 from benchmarks.processes import CpuSeconds
 from benchmarks.shapes import SIZES, utilisation
 from benchmarks.straggler import Child
-from decentral.commands.local import LocalSwarm
+from decentral.commands.local import LocalPeer, LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core import config
-from decentral.core.journal.events import StepLine
+from decentral.core.journal.events import EvalLine, StepLine
 from decentral.core.journal.file import read
 from decentral.core.journal.peer_totals import PeerTotals
 from decentral.model import decoder
 
 Line = dict[str, Any]
 START_S = 300.0  # for a process to begin training
+EVALUATED_S = 600.0  # for its first evaluation, which is done in slices between steps
 POLL_S = 0.1
 MEMORY_S = 2.0  # a peer's memory is read this often
 HEAD_START_S = 0.5  # between saying when an interval begins and its beginning
@@ -160,9 +161,10 @@ def _peers(case: Case, seconds: float) -> Measured:
 
 @contextmanager
 def _training_swarm(case: Case) -> Iterator[LocalSwarm]:
-    """A swarm of real peers of which each has taken a step."""
+    """A swarm of real peers that all take steps, after the evaluation of the first peer's initial weights."""
     flags = parse_local(["--peers", f"{case.peers}", "--device", case.args.device, "--stop-after", "1e6s", *case.flags])
     with tempfile.TemporaryDirectory(prefix="sizes-") as folder, training(LocalSwarm(flags, Path(folder))) as swarm:
+        _wait(swarm.members[:1], swarm.began, EvalLine, EVALUATED_S)
         yield swarm
 
 
@@ -174,14 +176,19 @@ def training(swarm: LocalSwarm, start_s: float = START_S) -> Iterator[LocalSwarm
     """
     try:
         swarm.start(Console(file=sys.stderr, quiet=True))
-        deadline = time.time() + start_s
-        while not all(member.happened(StepLine, swarm.began) for member in swarm.members):
-            if time.time() > deadline:
-                raise SystemExit(f"not all of {len(swarm.members)} peers train after {start_s:.0f} s")
-            time.sleep(POLL_S)
+        _wait(swarm.members, swarm.began, StepLine, start_s)
         yield swarm  # and no last checkpoints: they would take a large model's swarm a minute
     finally:
         swarm.kill()
+
+
+def _wait(members: Sequence[LocalPeer], since: float, kind: type[StepLine | EvalLine], seconds: float) -> None:
+    """Wait until each of these journals has an event of this class; raise SystemExit if that takes longer."""
+    deadline = time.time() + seconds
+    while not all(member.happened(kind, since) for member in members):
+        if time.time() > deadline:
+            raise SystemExit(f"not all of {len(members)} peers have a {kind.__name__} after {seconds:.0f} s")
+        time.sleep(POLL_S)
 
 
 def rate(steps: Sequence[Line]) -> float:

@@ -29,7 +29,10 @@ class MemoryNeeds:
         int, ...
     ]  # temporary bytes for encoding or merging a fragment; only one fragment at a time needs them
     activations: tuple[int, ...]  # bytes of a micro-batch in each fragment between its forward and backward pass
-    sums: tuple[int, ...] = ()  # bytes of each fragment's gradient sums; peers with the whole model need no sums
+    sums: tuple[int, ...] = ()  # bytes of each fragment's gradient sums, on a peer with a part of the model
+    # Bytes of the gradient sums of a peer that trains the whole model and also computes micro-batches of other peers.
+    sums_for_others: int = 0
+    kept: int = 0  # bytes of freed tensors that a process with the whole model keeps for the next ones
     # Bytes of each fragment's gradients if a step of the whole model allocates them only where it has freed
     # activations; (): gradients and activations are in memory together.
     late_gradients: tuple[int, ...] = ()
@@ -46,12 +49,12 @@ class MemoryNeeds:
             micro_batches: Number of micro-batches in flight; None: `least_in_flight(end - begin)`.
         """
         part = slice(begin, end)
-        sums = sum(self.sums[part]) if end - begin < len(self.fragments) else 0
+        more = sum(self.sums[part]) if end - begin < len(self.fragments) else self.kept
         count = self.least_in_flight(end - begin) if micro_batches is None else micro_batches
         activations = count * sum(self.activations[part])
         if count == 1 and end - begin >= len(self.fragments):
             activations -= min(activations, sum(self.late_gradients))
-        return sum(self.state[part]) + sums + max(self.scratch[part], default=0) + activations
+        return sum(self.state[part]) + more + max(self.scratch[part], default=0) + activations
 
     @property
     def state_of_parts(self) -> tuple[int, ...]:
@@ -91,11 +94,15 @@ class MemoryNeeds:
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Return the number of routed micro-batches that fit in `memory_bytes` beside fragments [begin, end).
 
-        The number is at least LEAST_IN_FLIGHT, or 1 if that suffices for the whole model, and at most MOST_UNDER_WAY.
+        The number is at most MOST_UNDER_WAY, and at least LEAST_IN_FLIGHT, or 1 for the whole model. It is 0 if a peer
+        that trains the whole model alone has no memory for micro-batches of others.
         """
-        free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
-        least = min(LEAST_IN_FLIGHT, self.least_in_flight(end - begin))
-        return fitting(free_bytes, sum(self.activations[begin:end]), least)
+        free_bytes, each_bytes = memory_bytes - self.span_bytes(begin, end, 0), sum(self.activations[begin:end])
+        if end - begin < len(self.fragments):
+            return fitting(free_bytes, each_bytes, LEAST_IN_FLIGHT)
+        if not self.sums_for_others:  # all micro-batches are routed
+            return fitting(free_bytes, each_bytes, 1)
+        return fitting(free_bytes - self.sums_for_others - each_bytes, each_bytes, 0)
 
     def end_of(self, begin: int, ends: Sequence[int], memory_bytes: int, tight: bool = False) -> int:
         """Return the first of `ends` at which a span from `begin` fits beside `preferred_in_flight` micro-batches.

@@ -388,7 +388,8 @@ class SimulatedSwarm:
         settings, private = self.settings, _private(member, self.clock(member))
         memory_bytes = claimed.memory_bytes if claimed else 1 << 34
         speed, region = settings.tokens_per_step / self._step_s(member), self.geography.region(member.peer)
-        profile = Profile("simulated", memory_bytes, 1e12, speed, region=region)
+        alone = claimed is not None and not claimed.capacity
+        profile = Profile("simulated", memory_bytes, 1e12, speed, region=region, alone=alone)
         first, last = member.span
         held = [one for one in settings.fragments if first <= one.first and one.last <= last]
         routes = None

@@ -165,7 +165,7 @@ async def prepare(
     start.warnings.extend([*corpus.warnings, *_not_compiled(run.train.compile, device)])
     needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
     await swarm.measure()
-    profile = _profile(flags.peer, folder, compute, claimed.memory_bytes)
+    profile = _profile(flags.peer, folder, compute, claimed)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -243,7 +243,7 @@ def _model(compute: Compute, needs: MemoryNeeds, profile: Profile) -> RoutedMode
     return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms, profile.costs)
 
 
-def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
+def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute, claimed: ClaimedSpan) -> Profile:
     """Return the device's profile, read from the state folder (same device, model and version) or measured now.
 
     While `compute` waits for state from other peers, no speed is measured: the profile has speed 0 until the peer
@@ -265,21 +265,21 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
         work = share(span.cuts, first, last)
         measured = measure.measure(forward, run.model, device, compute.sequences, work)
         held = memory.needs_on(run, device).span_bytes(span.fragments[0].index, span.fragments[-1].index + 1, 0)
-        trial = LayerTrial(run, span.cuts, device, compute.sequences, measured.flops, memory_bytes - held)
+        trial = LayerTrial(run, span.cuts, device, compute.sequences, measured.flops, claimed.memory_bytes - held)
         costs = UNMEASURED if device.ranks.sharded else layer_costs(trial, dict(enumerate(span.layers, first)))
         part_of_time = share(span.cuts, first, last, costs)
         measured = replace(measured, tokens_per_s=part_of_time * measured.tokens_per_s, costs=costs)
         folder.write_profile(key, measured)
     return Profile(
         device=plain_text(measured.device),
-        memory_bytes=memory_bytes,
+        memory_bytes=claimed.memory_bytes,
         flops=measured.flops,
         tokens_per_s=measured.tokens_per_s,
         region=flags.region,
         name=machine_name() if flags.name is None else flags.name,
         software=f"decentral {__version__}",
         costs=measured.costs,
-        alone=device.ranks.sharded,
+        alone=device.ranks.sharded or not claimed.capacity,
     )
 
 

@@ -70,7 +70,9 @@ class ClaimedSpan:
     """The layers that a peer has claimed."""
 
     span: tuple[int, int] | None  # layers [first, last); None means the whole model
-    capacity: int  # number of micro-batches that fit into memory at a time, in addition to the layers
+    # Number of routed micro-batches that fit into memory at a time, in addition to the layers; 0: a peer with the whole
+    # model computes for no other peer.
+    capacity: int
     memory_bytes: int
 
 
@@ -288,7 +290,7 @@ def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragme
         first=held[0].first,
         last=held[-1].last,
         cuts=model.cuts,
-        max_sequences=model.most_sequences,
+        max_sequences=model.most_sequences if capacity else 0,
         capacity=capacity,
         micro_batches_per_step=1 if whole and not request.run.synchronous else request.run.train.accumulate,
         forms=model.forms,
