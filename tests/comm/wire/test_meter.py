@@ -171,7 +171,7 @@ def test_what_slow_start_has_limited_is_no_pace() -> None:
 
 
 def housed(near: float, far: float) -> Meter:
-    """Uploads to two housemates at `near` bytes/s and to two distant peers at `far`; a third housemate is only known."""
+    """Uploads to two housemates at `near` bytes/s and two distant peers at `far`; a third housemate is only known."""
     meter = Meter()
     for peer, latency_s, rate in ((A, 0.001, near), (C, 0.06, far), (B, 0.001, near), (D, 0.06, far)):
         meter.saw(peer, latency_s, latency_s, 100, 100)
