@@ -17,12 +17,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from decentral.comm.wire.slow_start import rate_of, transfer_s
+from decentral.comm.wire.slow_start import SLOW_PART, rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import KiB, MiB, Seconds
 
-UPLOADS = 3  # this peer's uplink is measured by its last uploads: few, so that a slower uplink shows in minutes
+# Our uplink is measured by this many last uploads to near peers, and as many to far ones: few, so that a slower uplink
+# shows in minutes.
+UPLOADS = 3
+NEAR_S = (
+    0.005  # peers with a lower latency are near: in our local network, which is often faster than our internet uplink
+)
 WARM_UP_BYTES = 256 * KiB  # an upload that is measured follows one of this size, so that slow start is over by then
 LIMITED = 1.5  # a link's rate limited an upload if it took more than this many times as long as TCP slow start alone
 FAST = 20e6  # bytes/s; a faster uplink counts as unlimited: the paths to single peers are usually slower
@@ -70,13 +75,20 @@ class Upload:
     seconds: Seconds
 
     def rate(self, latency_s: Seconds) -> float:
-        """Return the rate of this upload in bytes/s, given the link's latency."""
-        return rate_of(self.size, max(LEAST_S, self.seconds - latency_s), ROUND_TRIP * latency_s, WARM_UP_BYTES)
+        """Return the rate of this upload in bytes/s, given the link's latency.
+
+        If the upload took less time than slow start should take, the latency was measured too high, and the result is
+        the highest rate that `rate_of` would give with slow start.
+        """
+        least_s = max(LEAST_S, (1 - SLOW_PART) * self._slow_start_s(latency_s))
+        return rate_of(self.size, max(least_s, self.seconds - latency_s), ROUND_TRIP * latency_s, WARM_UP_BYTES)
 
     def limited(self, latency_s: Seconds) -> bool:
         """Return whether the rate of some link limited this upload; if not, TCP slow start alone limited it."""
-        slow_start_s = transfer_s(self.size, math.inf, ROUND_TRIP * latency_s, WARM_UP_BYTES)
-        return self.seconds - latency_s > LIMITED * slow_start_s
+        return self.seconds - latency_s > LIMITED * self._slow_start_s(latency_s)
+
+    def _slow_start_s(self, latency_s: Seconds) -> Seconds:
+        return transfer_s(self.size, math.inf, ROUND_TRIP * latency_s, WARM_UP_BYTES)
 
 
 @dataclass(slots=True)
@@ -111,23 +123,24 @@ class Link:
 class UplinkRates(NamedTuple):
     """Rates of our uplink in bytes/s, computed from the last uploads."""
 
-    best: float | None = None  # rate of the fastest of the last uploads; None without uploads
+    typical: float | None = None  # mean rate at which we send to a peer; None without uploads
     pace: float | None = None  # rate at which we send; None: we send without a limit
 
     @classmethod
-    def of(cls, uploads: Sequence[tuple[float, bool, PeerId]]) -> "UplinkRates":
+    def of(cls, uploads: Sequence[tuple[float, bool, PeerId]], typical: float | None) -> "UplinkRates":
         """Compute the rates of our uplink from these uploads.
 
         Args:
             uploads: For each upload its rate in bytes/s, whether a link limited it, and the peer that received it.
+            typical: Mean rate at which we send to a peer.
         """
         best = max((rate for rate, _, _ in uploads), default=None)
         if best is None or best > FAST:
-            return cls(best)
+            return cls(typical)
         alike = {peer for rate, limited, peer in uploads if limited and rate > best / ALIKE}
         is_limited = any(limited and rate == best for rate, limited, _ in uploads)
         paced = is_limited and (len(alike) > 1 or len({peer for _, _, peer in uploads}) == 1)
-        return cls(best, PACED * best if paced else None)
+        return cls(typical, PACED * best if paced else None)
 
 
 @dataclass(slots=True)
@@ -164,7 +177,9 @@ class Meter:
             upload = Upload(peer, sent, seconds)
             link.uploaded(upload, latency_s)
             self.uploads.append(upload)
-            del self.uploads[:-UPLOADS]
+            alike = [one for one in self.uploads if self.is_near(one.peer) == self.is_near(peer)]
+            if len(alike) > UPLOADS:
+                self.uploads.remove(alike[0])
 
     def missed(self, peer: PeerId) -> None:
         """Record that an answer of this peer did not come in time, which lengthens the next deadlines."""
@@ -194,13 +209,18 @@ class Meter:
             self._typical_down = median(downs) if downs else 0.0
         return self._typical_down or None
 
-    def best_up(self) -> float | None:
-        """Return the rate of our uplink in bytes/s: the rate of the fastest recent upload; None without uploads.
+    def is_near(self, peer: PeerId) -> bool:
+        """Return whether the peer is in our local network, by its latency; False if the latency was not measured."""
+        return 0.0 < self._known_latency_s(peer) < NEAR_S
 
-        An upload cannot be faster than our uplink. A slower upload was limited by the receiver's downlink, or by our
-        other transfers.
+    def typical_up(self) -> float | None:
+        """Return the mean rate at which we send to a peer, in bytes/s; None without uploads.
+
+        To far peers we send at the rate of the fastest recent upload to a far peer, to near peers likewise: no upload
+        is faster than the link to its peer, and a slower one was limited by the receiver's downlink, or by our other
+        transfers. The mean over all peers is the harmonic mean, which is the rate of sending each the same bytes.
         """
-        return self._uplink_rates().best
+        return self._uplink_rates().typical
 
     def pace(self) -> float | None:
         """Return the rate at which to send, in bytes/s; None to send without a limit.
@@ -216,8 +236,17 @@ class Meter:
         if self._uplink is None:
             known = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
             rates = [(one.rate(latency_s), one.limited(latency_s), one.peer) for one, latency_s in known]
-            self._uplink = UplinkRates.of(rates)
+            self._uplink = UplinkRates.of(rates, self._mean_up([(rate, peer) for rate, _, peer in rates]))
         return self._uplink
+
+    def _mean_up(self, uploads: Sequence[tuple[float, PeerId]]) -> float | None:
+        """Return what `typical_up` says of these uploads: their rates in bytes/s, and the peers that received them."""
+        near = max((rate for rate, peer in uploads if self.is_near(peer)), default=0.0)
+        far = max((rate for rate, peer in uploads if not self.is_near(peer)), default=0.0)
+        if not near or not far:
+            return near or far or None
+        count = sum(map(self.is_near, self.links))
+        return len(self.links) / (count / near + (len(self.links) - count) / far)
 
     def _known_latency_s(self, peer: PeerId) -> Seconds:
         """Return the measured latency of the link to this peer; 0 if it was not measured yet."""
@@ -245,7 +274,7 @@ class Meter:
         """
         link = (self.links.get(peer) if peer is not None else None) or Link()
         latency_s = UNKNOWN_LATENCY_S if link.latency_s is None else link.latency_s
-        up, down = link.up or self.best_up(), link.down.known or self.typical_down()
+        up, down = link.up or self.typical_up(), link.down.known or self.typical_down()
         there_s = transfer_s(sent, up or UNKNOWN_BANDWIDTH, latency_s)
         return latency_s + there_s + transfer_s(received, down or UNKNOWN_BANDWIDTH, latency_s)
 

@@ -170,7 +170,7 @@ METRICS = (
     _gauge("peers", "Other peers that this peer knows, by phase", _peers, "phase"),
     _gauge("round_trip_seconds", "Median round trip over the links to other peers", _round_trip),
     _gauge("download_bytes_per_second", "Median rate from a peer", lambda host, now: host.node.meter.typical_down()),
-    _gauge("upload_bytes_per_second", "Highest recent upload rate", lambda host, now: host.node.meter.best_up()),
+    _gauge("upload_bytes_per_second", "Mean rate to a peer", lambda host, now: host.node.meter.typical_up()),
     _gauge("model_held_ratio", "Share of the model's parameters that this peer holds", _held),
     _gauge("stage_executions", "Stage executions of micro-batches in flight here", _executions),
     _gauge("layers_unheld", "1 while no training peer holds some layer", _unheld),

@@ -70,8 +70,8 @@ class Export:
 class MeasuredUplink(Protocol):
     """Interface that measures the rate of our uplink; `Meter` (comm/wire/meter.py) implements it."""
 
-    def best_up(self) -> float | None:
-        """Return the rate of the fastest recent upload in bytes/s; None before the first upload."""
+    def typical_up(self) -> float | None:
+        """Return the mean rate at which we send to a peer, in bytes/s; None before the first upload."""
 
 
 @dataclass(slots=True)
@@ -248,7 +248,7 @@ class Donor:
         return self._measured() or MOST_OWED / PIECE_DEADLINE_S
 
     def _measured(self) -> float | None:
-        return self.uplink.best_up() if self.uplink else None
+        return self.uplink.typical_up() if self.uplink else None
 
     def _piece(self, request: int, newcomer: PeerId, pull: StateRequest, export: Export, now: Seconds) -> Reply:
         piece = export.blob[pull.offset : pull.offset + pull.length]

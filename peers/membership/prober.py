@@ -3,7 +3,8 @@
 One link is probed at a time, with a pause before the next link, since 1 MiB takes seconds on a home uplink, and peers
 that join at the same time would slow down each other's probes. Later, gossip exchanges measure the downlink
 (comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, and those to much
-nearer peers, uploads over the two fastest links are repeated in turn, at growing intervals. Intervals also grow with
+nearer peers, uploads over the two fastest links are repeated in turn, at growing intervals; if some peers are in our
+local network and others are not, over the two fastest links of either kind. Intervals also grow with
 gossip's windows, since a peer that seldom sends should not use its uplink mostly for probes.
 
 An upload of WARM_UP_BYTES comes first, so that TCP slow start hardly counts, whether or not other messages used the
@@ -13,7 +14,7 @@ short, since the latency may have been measured while queues were full.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
@@ -145,7 +146,8 @@ class Prober:
     def _choose(self, peers: Sequence[PeerId]) -> list[Ask]:
         """Choose the link to probe, and return its first probe.
 
-        Until PROBED_PEERS links are measured, choose an unmeasured link; later, one of the two fastest links. The link
+        Until PROBED_PEERS links are measured, and one of them to a far peer if there is any, choose an unmeasured link;
+        later, one of the two fastest links to near peers or to far peers, in turn. The link
         to a much nearer peer comes first: links inside a laboratory are faster than links out of it. If only the
         latter were measured, our uplink would seem slow, and every message would be slowed to match.
         """
@@ -156,17 +158,31 @@ class Prober:
         untried = [peer for peer in new if peer not in self._failed]
         far_s = min((latency_s[peer] for peer in ups), default=math.inf)
         nearer = [peer for peer in untried if latency_s.get(peer, math.inf) < NEARER * far_s]
-        if nearer or (new and len(ups) < PROBED_PEERS):  # skip the download if one from this peer was measured before
-            peer = min(nearer, key=latency_s.__getitem__) if nearer else self.rng.choice(new)
-            whole = peer not in links or not links[peer].down.known
+        far = [peer for peer in untried if peer in latency_s and not self.meter.is_near(peer)]
+        only_near = bool(ups) and all(map(self.meter.is_near, ups))
+        if nearer or (far and only_near) or (new and len(ups) < PROBED_PEERS):
+            peer = (
+                min(nearer, key=latency_s.__getitem__) if nearer else self.rng.choice(far if only_near and far else new)
+            )
+            whole = peer not in links or not links[peer].down.known  # skip the download if one from this peer is known
             self._queue = [(peer, what) for what in FIRST_PROBES if whole or what != "down"]
             return self._next()
-        last = self.meter.uploads[-1].peer if self.meter.uploads else None
-        fastest = sorted(ups, key=lambda peer: -ups[peer])[:2]
-        again = [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
+        again = self._fastest(ups)
         # Ping first, because a latency measured during gossip includes the time that the partner takes to answer.
         self._queue = [(peer, what) for peer in again for what in ("ping", "warm up", self._again(ups[peer]))]
         return self._next()
+
+    def _fastest(self, ups: Mapping[PeerId, float]) -> list[PeerId]:
+        """Return the one of the fastest links to upload over again, in a list; [] without links.
+
+        Args:
+            ups: For each measured link, the rate of the last upload over it, in bytes/s.
+        """
+        probed = [one.peer for one in self.meter.uploads]
+        turn = [peer for peer in ups if probed and self.meter.is_near(peer) != self.meter.is_near(probed[-1])] or [*ups]
+        fastest = sorted(turn, key=lambda peer: -ups[peer])[:2]
+        last = next((peer for peer in reversed(probed) if peer in turn), None)
+        return [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
 
     def _again(self, rate: float) -> str:
         """Return the kind of a repeated upload over a link whose last upload had `rate` bytes/s."""

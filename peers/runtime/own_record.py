@@ -146,7 +146,7 @@ class OwnRecord:
         return replace(
             setup.profile,
             down=min(MOST_PER_S, self.meter.typical_down() or 0.0),
-            up=min(MOST_PER_S, self.meter.best_up() or 0.0),
+            up=min(MOST_PER_S, self.meter.typical_up() or 0.0),
             latency_s=min([known for link in self.meter.links.values() if (known := link.latency_s)], default=0.0),
             tokens_per_s=min(MOST_PER_S, measured or setup.profile.tokens_per_s),
         )

@@ -97,7 +97,7 @@ class RoutePlanner:
 
         Only a peer without the last layers sends hidden values; only a peer without the first layers sends gradients.
         """
-        setup, up, speed = self.setup.now, self.meter.best_up(), self.routes.load.speed
+        setup, up, speed = self.setup.now, self.meter.typical_up(), self.routes.load.speed
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         goes_on = self.routes.forwarding.usual_end(first) < setup.layers
         numbers = setup.config.model.d_written * ((first > 0) + goes_on)  # hidden state goes forward, gradient backward
@@ -169,7 +169,7 @@ class RoutePlanner:
         """Solve the flow for new routing weights, if `always` or if speeds have changed enough since the last time."""
         held = self.setup.now.held
         own = held.start, held.stop
-        seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}", f"{self.meter.best_up() or 0.0:.1e}"
+        seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}", f"{self.meter.typical_up() or 0.0:.1e}"
         if seen == self._seen and not always:
             return
         (speeds, shapes, crossings), cuts = self._speeds(own), self.routes.stage.cuts
@@ -192,7 +192,7 @@ class RoutePlanner:
         """
         stage, holders = self.routes.stage, self.roster.holders
         ours, span = self.routes.load.speed or self.setup.now.profile.tokens_per_s, (stage.first, stage.last)
-        crossings = {own: holders.links.crossings_per_s(stage.cuts, span, self.meter.best_up() or 0.0)}
+        crossings = {own: holders.links.crossings_per_s(stage.cuts, span, self.meter.typical_up() or 0.0)}
         ours = holders.links.supply(stage.cuts, span, crossings[own], ours, stage.costs)
         found = {own: [(ours, shape_of(stage.cuts, stage.costs))]}
         for (first, last), speed in holders.speeds.items():

@@ -70,7 +70,7 @@ class WindowLengths:
             The multiple, a power of two, and why it is above 1: "link" or "cores" if our own are slow; "swarm" if at
             least half of the peers need longer windows than we do, so that all windows end together; "" if it is 1.
         """
-        up = self.meter.best_up()
+        up = self.meter.typical_up()
         decides = fragment, size, self.window_s(), self.setup.now, self.roster.changes, up, self.cost.rates
         if self._windows[0] != decides:
             self._windows = decides, self._needed_windows(fragment, size)
@@ -131,7 +131,7 @@ class WindowLengths:
         held = [one.parameters for one in self.setup.now.fragments]
         of_this = next((one.parameters for one in self.setup.now.fragments if one.index == fragment), 0)
         whole = size / (of_this or max(held)) * sum(held)  # if we have dropped `fragment`, assume our largest one
-        return whole / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
+        return whole / (self.meter.typical_up() or UNKNOWN_BANDWIDTH)
 
     @property
     def _link_share(self) -> float:

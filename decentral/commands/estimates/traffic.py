@@ -14,7 +14,7 @@ from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import whole_every
 from decentral.comm.gossip.gossip_cost import FASTEST_BYTES_PER_S, IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
-from decentral.comm.wire.meter import WARM_UP_BYTES
+from decentral.comm.wire.meter import NEAR_S, WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
@@ -84,7 +84,7 @@ def traffic(
         ease: Factor by which links and cores are faster than assumed when the peers choose their windows.
     """
     held_NF = np.array([[first <= one.first and one.last <= last for one in fragments] for first, last in spans])
-    up_N, numbers = ease * _best_up(topology), range(len(peers))
+    up_N, numbers = ease * _typical_up(topology), range(len(peers))
     held = [[cut for cut, holds in zip(fragments, held_F, strict=True) if holds] for held_F in held_NF]
     thin, periods_s, needs_s = [False] * len(peers), [0.0] * len(peers), [0.0] * len(peers)
     found = [_windows(gossip, held[i], held_NF, up_N[i], thin[i], peers[i], ease) for i in numbers]
@@ -112,12 +112,17 @@ def _code(gossip: GossipConfig, thin: bool) -> str:
     return ONE_BIT_CODEC if thin else PSEUDO_GRADIENT_CODEC
 
 
-def _best_up(topology: Topology) -> Floats:
-    """Return (N,) bytes/s: the rate of each peer's fastest upload, which the peer believes to be its uplink's rate."""
-    rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down))
+def _typical_up(topology: Topology) -> Floats:
+    """Return (N,) bytes/s: the mean rate at which each peer believes to send to a peer (`Meter.typical_up`)."""
+    rate_NN = np.minimum(LOOPBACK_RATE, np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)))
     np.fill_diagonal(rate_NN, 0.0)
-    best_N: Floats = np.minimum(rate_NN.max(axis=1), LOOPBACK_RATE)
-    return best_N
+    near_NN = topology.delay_s + topology.delay_s.T < NEAR_S
+    best_NN = np.zeros_like(rate_NN)
+    for alike_NN in (near_NN, ~near_NN):
+        best_NN[alike_NN] = np.broadcast_to((rate_NN * alike_NN).max(axis=1, keepdims=True), rate_NN.shape)[alike_NN]
+    np.fill_diagonal(best_NN, np.inf)
+    typical_N: Floats = (len(rate_NN) - 1) / (1 / best_NN).sum(axis=1)
+    return typical_N
 
 
 def _windows(
@@ -227,7 +232,7 @@ def _sent(
     period_N = np.maximum(period_N, cycle_N)
     asked_NN = per_window_NN / period_N[:, None]  # bytes/s that the row's peer pulls from the column's peer
     asked_NN *= _fresh(pulls_NN, period_N)
-    return within_links(topology, asked_NN.T + _probes(_best_up(topology), period_N)), cycle_N
+    return within_links(topology, asked_NN.T + _probes(_typical_up(topology), period_N)), cycle_N
 
 
 def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:

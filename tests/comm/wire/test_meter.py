@@ -15,7 +15,7 @@ from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB
 
-A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
+A, B, C, D = map(PeerId, "ABCD")
 
 
 def measured(latency_s: float, seconds: float, received: int) -> Meter:
@@ -84,7 +84,7 @@ def test_processing_in_a_latency_does_not_make_an_uplink_fast() -> None:
     meter = Meter()
     meter.saw(A, 0.117, 0.117, 100, 100)
     meter.saw(A, 0.117 + transfer_s(MiB, 2.5e6, 0.1, WARM_UP_BYTES), 0.117, MiB, 100)
-    assert meter.best_up() == pytest.approx(2.5e6, rel=0.25)
+    assert meter.typical_up() == pytest.approx(2.5e6, rel=0.25)
 
 
 def test_an_unknown_link_has_no_bandwidth_and_a_patient_deadline() -> None:
@@ -126,14 +126,14 @@ def test_what_is_typical_is_the_median_of_what_is_known() -> None:
         meter.saw(peer, 1.0, 0.0, 0, received * MiB)
     meter.saw(PeerId("D"), 0.1, 0.0, 10, 10)
     assert meter.typical_down() == 2 * MiB
-    assert meter.best_up() is None
+    assert meter.typical_up() is None
 
 
 def test_an_uplink_carries_what_its_best_transfer_had() -> None:
     meter = Meter()
     for peer, sent in ((A, 1), (B, 3), (C, 2)):
         meter.saw(peer, 1.0, 1.0, sent * MiB, 0)
-    assert meter.best_up() == 3 * MiB
+    assert meter.typical_up() == 3 * MiB
 
 
 def uploaded(*rates: tuple[PeerId, float]) -> Meter:
@@ -153,9 +153,9 @@ def test_an_upload_that_a_latency_measured_too_long_has_excused_is_judged_again_
     meter = Meter()
     meter.saw(A, 0.4, 0.4, 100, 100)  # while others' probes filled the links
     meter.saw(A, 0.1 + transfer_s(MiB, 0.6e6, 0.1, WARM_UP_BYTES), 0.1, MiB, 100)
-    assert (meter.best_up() or 0.0) > 0.7e6
+    assert (meter.typical_up() or 0.0) > 0.7e6
     meter.saw(A, 0.1, 0.1, 100, 100)
-    assert meter.best_up() == pytest.approx(0.6e6, rel=0.1)
+    assert meter.typical_up() == pytest.approx(0.6e6, rel=0.1)
 
 
 def test_where_uploads_differ_the_others_downlinks_were_the_limit() -> None:
@@ -168,6 +168,36 @@ def test_to_the_only_peer_that_we_know_its_downlink_is_as_good_a_limit() -> None
 
 def test_what_slow_start_has_limited_is_no_pace() -> None:
     assert uploaded((A, 100e6), (B, 100e6)).pace() is None
+
+
+def housed(near: float, far: float) -> Meter:
+    """Uploads to two housemates at `near` bytes/s and two distant peers at `far`; a third housemate is only known."""
+    meter = Meter()
+    for peer, latency_s, rate in ((A, 0.001, near), (C, 0.06, far), (B, 0.001, near), (D, 0.06, far)):
+        meter.saw(peer, latency_s, latency_s, 100, 100)
+        meter.saw(peer, latency_s + transfer_s(MiB, rate, 0.7 * latency_s, WARM_UP_BYTES), 0.1, MiB, 100)
+    meter.saw(PeerId("E"), 0.001, 0.001, 100, 100)
+    return meter
+
+
+def test_a_housemate_gets_its_bytes_faster_than_a_distant_peer_and_the_mean_counts_both() -> None:
+    """The uplink of a home of four counted as 120 MB/s, since three of its last uploads had gone to housemates."""
+    assert housed(120e6, 6e6).typical_up() == pytest.approx(5 / (3 / 120e6 + 2 / 6e6), rel=0.05)
+
+
+def test_uploads_to_housemates_never_displace_those_to_distant_peers() -> None:
+    meter = housed(120e6, 6e6)
+    for _ in range(10):
+        meter.saw(A, 0.001 + transfer_s(MiB, 120e6, 0.0007, WARM_UP_BYTES), 0.001, MiB, 100)
+    assert meter.typical_up() == pytest.approx(5 / (3 / 120e6 + 2 / 6e6), rel=0.05)
+
+
+def test_an_upload_that_took_no_longer_than_its_latency_is_no_proof_of_a_fast_link() -> None:
+    """With a latency that was measured while others' probes filled the link, such a rate was 10 GB/s."""
+    meter = Meter()
+    meter.saw(A, 0.2, 0.2, 100, 100)
+    meter.saw(A, 0.2, 0.1, MiB, 100)
+    assert (meter.typical_up() or 0.0) < 20e6
 
 
 def test_fast_uplinks_and_unknown_ones_have_no_pace() -> None:

@@ -516,7 +516,7 @@ class Steady:
 
     rate: float | None
 
-    def best_up(self) -> float | None:
+    def typical_up(self) -> float | None:
         return self.rate
 
 

@@ -248,3 +248,24 @@ def test_a_near_peer_whose_probe_fails_is_not_preferred_again() -> None:
     assert ask.to == A
     probing.handle(AskFailed(ask.tag, A, Reason.DEADLINE, 20.0), 30.0, [*far, A])
     assert only_ask(probing.handle(Woke(), 1000.0, [*far, A])).to in far
+
+
+def test_links_into_the_local_network_and_out_of_it_are_measured_in_turn() -> None:
+    """A home whose four peers came first knew the rate between them, and never that of its uplink."""
+    latencies_s = dict.fromkeys(map(PeerId, "ABC"), 0.001) | dict.fromkeys(map(PeerId, "XYZ"), 0.05)
+    probing, now, probed = prober(), 10.0, []
+    for peer, latency_s in latencies_s.items():
+        probing.meter.saw(peer, latency_s, latency_s, 10, 10)
+    for number in range(12):
+        peers = list(latencies_s)[: 3 if number < 3 else 6]
+        effects = probing.handle(Woke(), now, peers)
+        while effects:
+            ask, size = effects[0], len(effects[0].envelope.blob)
+            seconds = latencies_s[ask.to] + size / (100e6 if ask.to in "ABC" else 5e6)
+            if size and ask.tag.measures_link:
+                probing.meter.saw(ask.to, seconds, latencies_s[ask.to], size, 10)
+                probed.append(ask.to)
+            event = Answered(ask.tag, ask.to, Envelope(Pong(0)), seconds, latencies_s[ask.to], size, 10)
+            effects = probing.handle(event, now, peers)
+        now = probing.wake_at or 0.0
+    assert "".join("near " if peer in "ABC" else "far " for peer in probed[-6:]).count("near far") == 3, probed

@@ -105,7 +105,7 @@ class Sender:
         found = []
         for at in times:
             self.agenda.run(float(at))
-            found.append((self.meter.best_up() or 0.0) / UP)
+            found.append((self.meter.typical_up() or 0.0) / UP)
         return found
 
 
