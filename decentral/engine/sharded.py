@@ -112,7 +112,7 @@ class ShardedLive(Live):
         self._set(self.theta)
         self.theta = self.theta.new_empty(0)
 
-    def touch(self, *names: str) -> None:
+    def mark_changed(self, *names: str) -> None:
         """Do nothing: no rank has a copy of another rank's part."""
 
     def whole(self) -> dict[str, Tensor]:

@@ -264,7 +264,7 @@ def token_claim(data: bytes) -> None:
     claims = TokenClaims()
     for tokens, speed, now in struct.iter_unpack(">Qdd", data[: len(data) // 24 * 24]):
         if tokens < 1 << 62 and 0 <= speed < 1e18 and 0 <= now < 1e11:
-            assert 0 <= claims.believed(PeerId("B"), tokens, speed, now) <= tokens
+            assert 0 <= claims.covered(PeerId("B"), tokens, speed, now) <= tokens
 
 
 # HTTP
@@ -467,7 +467,7 @@ DECODERS: dict[str, Decoder] = {
             "serving.openai_requests.parsed",
         ),
     ),
-    "token_claim": Decoder(token_claim, ("comm.gossip.snapshots.believed",)),
+    "token_claim": Decoder(token_claim, ("comm.gossip.snapshots.covered",)),
     "journal_file": Decoder(
         journal_file,
         (
