@@ -40,12 +40,9 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed move is not repeated sooner
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
-# After this time, micro-batches here are given up in a move by a plan, if another peer relies on the move, or if a new
-# layer has no holder; any other move fails (`gives_up`).
+# After this, a move by a plan, or on which others rely, or to an unheld layer gives micro-batches up; any other fails.
 DRAIN_MOST_S = 30.0
-LEASE_WAIT_S = (
-    50.0  # a move by a plan waits this long for leases, or as long as it has granted one (`_others_rely_on_it`)
-)
+LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as another peer relies on the move
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
 MOST_LEASES = 64  # a peer grants at most this many leases of a fragment at a time; fewer moves overlap in practice
@@ -264,8 +261,7 @@ class SpanMove:
         self.target, self.cause, self._began_at = target, cause, now
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.given_up]
-        if any(bound):
+        if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.given_up):
             return self._fail(Reason.PROMISED, now)
         if any(len(self._keepers(index)) < self.leases_needed for index in self.given_up):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
@@ -381,10 +377,8 @@ class SpanMove:
 
     def _lessors_are_gone(self) -> bool:
         """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""
-        held = {index: set(self._keepers(index)) for index in self.given_up}
-        return any(
-            len(held[index].intersection(self.requests.granted[index])) < self.leases_needed for index in self.given_up
-        )
+        granted = self.requests.granted
+        return any(len({*self._keepers(index)} & {*granted[index]}) < self.leases_needed for index in self.given_up)
 
     def _fail(self, reason: str, now: Seconds) -> list[MoveEffect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
