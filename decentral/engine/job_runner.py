@@ -16,8 +16,8 @@ from decentral.core import jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import forward_share, share
-from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.gossip_jobs import FragmentGossip
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.span import HeldSpan, RetainedStore, change_span
 from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program, finish
