@@ -131,7 +131,7 @@ def warm_up() -> None:
     """Run each codec once, so that numba compiles it now and not during training; this may take seconds."""
     for codec in CODECS:
         decode(codec, encode(codec, torch.zeros(1)), 1)
-    for codec in ("q1", "sparse"):
+    for codec in SHORTER_CODECS:
         narrowed(codec, widened(codec, encode(codec, torch.zeros(1)), 1), 1)
 
 
@@ -442,5 +442,6 @@ CODECS: dict[str, Codec] = {
     "fp32": FloatCodec(torch.float32),
     "sparse": SparseCodec(),
 }
+SHORTER_CODECS = ("q1", "sparse")  # codecs that `widened` and `narrowed` convert to q4 and back
 COMPILED_PACK = {"q4": compiled_blocks.pack_q4, "int8": compiled_blocks.pack_int8}
 COMPILED_UNPACK = {"q4": compiled_blocks.unpack_q4, "int8": compiled_blocks.unpack_int8}
