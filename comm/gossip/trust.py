@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from decentral.comm.codecs import blockwise
+from decentral.comm.codecs.encoded_pieces import joined_pieces
 from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip import influence
 from decentral.comm.gossip.influence import (
@@ -110,7 +110,7 @@ class WindowSample:
         """
         if not self.begins:
             return codecs.decode(codec, blob, self.elements)
-        part = blockwise.stretches(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
+        part = joined_pieces(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
         return codecs.decode(codec, part, len(self.begins) * STRETCH_NUMBERS)
 
     def within(self, part: slice) -> tuple["WindowSample", Tensor]:

@@ -510,7 +510,7 @@ DECODERS: dict[str, Decoder] = {
             "scheduler.topology.topology._matrices",
             "scheduler.topology.topology._by_region",
             "scheduler.topology.topology_file.require",
-            "scheduler.topology.topology._find",
+            "scheduler.topology.topology_file.find",
         ),
     ),
     "trace_file": Decoder(trace_file, ("sim.faults.trace",)),
