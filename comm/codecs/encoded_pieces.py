@@ -1,4 +1,4 @@
-"""Take pieces out of an encoded vector without decoding it, so that two peers compare samples of large vectors."""
+"""Take pieces out of an encoded vector without decoding it."""
 
 import math
 from collections.abc import Sequence
