@@ -20,7 +20,15 @@ from decentral.core.layer_work import UNMEASURED, KindCosts
 from decentral.core.near_names import listed
 from decentral.core.strict_json import JsonFields
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.topology_file import PeerForm, TopologyFile, find, read, require, validated
+from decentral.scheduler.topology.topology_file import (
+    PeerForm,
+    TopologyFile,
+    WorkloadForm,
+    find,
+    read,
+    require,
+    validated,
+)
 
 MOST_TOPOLOGY_PEERS = 4096  # a file with more peers is refused, because each N x N array would take over 128 MiB
 GBIT = 1e9 / 8
@@ -155,7 +163,7 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     if unknown is not None:
         raise UserError(f"topology: sites name an unknown region {unknown}; known: {listed(unknown, sorted(known))}")
     sites = tuple(Site(region, site.up_gbps * GBIT, site.down_gbps * GBIT) for region, site in spec.sites.items())
-    return _topology(peers, matrices, Workload(**spec.workload.model_dump()) if spec.workload else None, sites)
+    return _topology(peers, matrices, _workload(spec.workload) if spec.workload else None, sites)
 
 
 def topology_from_profiles(
@@ -202,6 +210,10 @@ def topology_from_profiles(
     ]
     found = _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
     return replace(found, costs=tuple(costs.get(name, UNMEASURED) for name in ids)) if costs else found
+
+
+def _workload(form: WorkloadForm) -> Workload:
+    return Workload(form.stages, form.replicas, form.gradient_gbytes, form.activation_gbytes, form.tokens)
 
 
 def _matrices(spec: TopologyFile, regions: list[str]) -> tuple[Floats, Floats, Floats]:
