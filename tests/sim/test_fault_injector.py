@@ -344,7 +344,7 @@ def test_a_byzantine_peer_is_caught_and_does_no_harm(how: str) -> None:
 
 
 def test_each_lie_in_the_list_is_known_and_another_is_an_error() -> None:
-    faulty, told = FaultySwarm("lie 1 corrupted at 5", peers=2), list[tuple[PeerId, Envelope]]()
+    faulty, told = FaultySwarm("lie 1 corrupted at 5 for 30", peers=2), list[tuple[PeerId, Envelope]]()
 
     def keep(member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
         told.append((asker, envelope))
