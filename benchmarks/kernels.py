@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.kernel_choice import best_kernels
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, OuterKernels, OuterVectors, Weighted
+from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
 
 REPEATS = 7
 LEAST_S = 0.01  # a repetition calls a kernel as often as it takes to last so long
@@ -102,7 +102,7 @@ def measured(kernels: OuterKernels, n: int) -> Iterator[tuple[str, int, Callable
     phi, baseline, other, values = (vector(n, seed) for seed in range(4))
     blob, near = blockwise.encode("q4", values), blockwise.encode("int8", phi)
     yield "close", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other)
-    for code in SHORTER_CODECS:
+    for code in blockwise.SHORTER_CODECS:
         shorter = blockwise.encode(code, values)
         wide, size = blockwise.widened(code, shorter, n), len(shorter) + q4
         yield f"close {code}", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other, code)

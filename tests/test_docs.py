@@ -6,12 +6,15 @@ from collections import Counter
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.comm.wire.messages import VERSION, Message
 from decentral.commands.table import COMMANDS
-from decentral.core.config import Config
+from decentral.core.config import Config, GossipConfig
 from decentral.core.journal.events import JournalEvent
 from decentral.core.journal.lines import name_of
 from decentral.core.reasons import Reason
@@ -21,6 +24,7 @@ from docs import stage
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(doc.relative_to(ROOT)) for doc in DOCS]
+CONFIGS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "configs").rglob("*.yaml"))]
 PRODUCT = ("comm", "peers", "scheduler", "decentral")
 TOP = (*PRODUCT, "tests", "benchmarks", "configs", "docs")
 MAP_LINE = 200  # characters of a module's first sentence, so that the file map can be looked through
@@ -33,7 +37,9 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAGS = re.compile(r"(?:python -m decentral\.|(?<![\w./-])decentral )(\w+)((?:[^`#\n]|\\\n)*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 STEP = re.compile(r"^\d+\. (?:`([\w/.]+)` `(\w+)`)?", re.MULTILINE)
-KEY = re.compile(r"(?<![\w./-])(\w+)\.(?!safetensors)(\w+)(?=[`=])")
+KEY = re.compile(r"(?<![\w./-])(\w+)\.(?!safetensors|md\b|yaml\b)(\w+)")
+PLACED = re.compile(r"((?:`[A-Za-z_][\w.]*`(?:, | and )?)+) (?:of|in|\() ?`([\w/]+\.(?:py|js))`")
+CHECK = re.compile(r"\b(?:ok|warn|wrong|unknown|rate)\(\s*\"([^\"]+)\"")
 
 
 def section(doc: str, title: str) -> str:
@@ -55,6 +61,13 @@ def product_files() -> set[str]:
 def flags_of(command: str) -> frozenset[str]:
     """Return the flags that the help of a command shows."""
     return frozenset(FLAG.findall(stage.help_of(command)))
+
+
+@cache
+def source_files() -> tuple[Path, ...]:
+    """Return the paths of all code that documents may name."""
+    found = [path for folder in TOP for kind in ("*.py", "*.js") for path in (ROOT / folder).rglob(kind)]
+    return tuple(path for path in found if not path.is_symlink())
 
 
 def anchors(doc: Path) -> set[str]:
@@ -85,8 +98,32 @@ def test_each_event_of_the_journal_and_each_of_its_fields_stands_in_the_protocol
         assert {field.name for field in fields(kind)} <= told[name], name
 
 
-def test_the_protocol_s_title_has_its_version() -> None:
+def test_the_protocol_s_title_has_its_version_and_no_page_another() -> None:
     assert (ROOT / "docs/PROTOCOL.md").read_text().startswith(f"# Protocol, version {VERSION}\n")
+    named = {number for name in NAMES for number in re.findall(r"protocol (\d+)", (ROOT / name).read_text())}
+    assert named <= {str(VERSION)}
+
+
+def test_each_code_of_windows_stands_in_the_protocol_and_in_the_config() -> None:
+    offered = get_args(GossipConfig.model_fields["code"].annotation)
+    assert {*offered} == {"auto", PSEUDO_GRADIENT_CODEC, *blockwise.SHORTER_CODECS}
+    assert {*offered} - {"auto"} <= set(re.findall(r"\w+", (ROOT / "docs/PROTOCOL.md").read_text()))
+
+
+def test_each_check_of_the_doctor_has_its_row() -> None:
+    rows = [line.split("|")[1] for line in section("docs/DOCTOR.md", "## What it finds").splitlines() if "|" in line]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    text = "".join(path.read_text() for path in (ROOT / "decentral/commands/checks").glob("*.py"))
+    assert {*CHECK.findall(text)} <= named <= {*re.findall(r'"([^"\n]+)"', text)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_in_the_file_in_which_a_document_says_it_is(name: str) -> None:
+    for names, place in PLACED.findall(" ".join((ROOT / name).read_text().split())):
+        if PLACEHOLDER not in place:
+            texts = [path.read_text() for path in source_files() if f"/{path}".endswith(f"/{place}")]
+            last = {one.rpartition(".")[2] for one in re.findall(r"`([\w.]+)`", names)}
+            assert not [one for one in last if not any(re.search(rf"\b{one}\b", text) for text in texts)], place
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,8 +151,8 @@ def test_a_flag_that_a_document_gives_a_command_is_one_of_its_flags(name: str) -
             assert set(FLAG.findall(rest.partition(" -- ")[0])) <= flags_of(command), command
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_key_of_the_config_that_a_document_names_is_one(name: str) -> None:
+@pytest.mark.parametrize("name", [*NAMES, *CONFIGS])
+def test_a_key_of_the_config_that_a_document_or_config_names_is_one(name: str) -> None:
     kinds = {section: field.annotation for section, field in Config.model_fields.items()}
     keys = {section: getattr(kind, "model_fields", {}) for section, kind in kinds.items()}
     known = {(section, field.alias or key) for section, own in keys.items() for key, field in own.items()}

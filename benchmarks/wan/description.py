@@ -1,8 +1,8 @@
 """What the lab emulates: the links of N peers, their routers, and the size of a packet.
 
-It is read from a topology file of the planner (scheduler/topology/topology.py): delays and rates of pairs, losses, and
-each peer's uplink and downlink. What a topology has nothing to say about is told the lab: who is behind which kind of
-router, and a factor for all rates, where a machine cannot carry them.
+It is read from a topology file of the planner (scheduler/topology/topology_file.py): delays and rates of pairs, losses,
+and each peer's uplink and downlink. What a topology has nothing to say about is told the lab: who is behind which kind
+of router, and a factor for all rates, where a machine cannot carry them.
 """
 
 import json

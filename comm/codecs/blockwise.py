@@ -48,7 +48,6 @@ always encoded by the formulas; partners refuse the resulting blobs.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,7 +130,7 @@ def warm_up() -> None:
     """Run each codec once, so that numba compiles it now and not during training; this may take seconds."""
     for codec in CODECS:
         decode(codec, encode(codec, torch.zeros(1)), 1)
-    for codec in ("q1", "sparse"):
+    for codec in SHORTER_CODECS:
         narrowed(codec, widened(codec, encode(codec, torch.zeros(1)), 1), 1)
 
 
@@ -211,30 +210,6 @@ def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
         raise ProtocolError(Reason.SHAPE, fault)
     read.flags.writeable = False
     return read
-
-
-def stretches(codec: str, blob: bytes | memoryview, elements: int, begins: Sequence[int], numbers: int) -> bytes:
-    """Return one blob that encodes several pieces of a vector, joined in the order of `begins`.
-
-    The levels and scales are copied from the vector's blob, which is not decoded.
-
-    Args:
-        codec: A codec with blocks: a key of BLOCKS.
-        blob: The encoded vector.
-        elements: The vector's length in numbers.
-        begins: Index of each piece's first number; must be a multiple of `numbers`.
-        numbers: Length of each piece; must be a multiple of the codec's block.
-
-    Raises:
-        ProtocolError: If the blob does not have the size of `elements` numbers.
-    """
-    read, block = as_bytes(codec, blob, elements), BLOCKS[codec]
-    scales, levels = read[: 2 * math.ceil(elements / block)], read[2 * math.ceil(elements / block) :]
-    each = size(codec, numbers) - 2 * (numbers // block)  # bytes of one piece without its block scales
-    places = [(begin // block * 2, begin // numbers * each) for begin in begins]
-    parts = [scales[at : at + 2 * (numbers // block)] for at, _ in places]
-    parts += [levels[at : at + each] for _, at in places]
-    return np.concatenate(parts).tobytes()
 
 
 def refuse(codec: str, fault: int) -> None:
@@ -442,5 +417,6 @@ CODECS: dict[str, Codec] = {
     "fp32": FloatCodec(torch.float32),
     "sparse": SparseCodec(),
 }
+SHORTER_CODECS = ("q1", "sparse")  # codecs that `widened` and `narrowed` convert to q4 and back
 COMPILED_PACK = {"q4": compiled_blocks.pack_q4, "int8": compiled_blocks.pack_int8}
 COMPILED_UNPACK = {"q4": compiled_blocks.unpack_q4, "int8": compiled_blocks.unpack_int8}

@@ -45,7 +45,7 @@ RARER = 3
 DENSE_TIMES = 2
 ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
 LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
-# We pull nothing from a partner for so many windows after one that is invalid, replayed or without weight.
+# We pull nothing from a partner for so many windows after it has replayed one, or the merge has refused one.
 DOUBTED_WINDOWS = 16
 REST_S = 1.0  # if a fragment has no partners, we wait at least this long before we look for partners again
 PATIENCE_PERIODS = 0.25  # a partner may delay its answer by up to this many periods, to close its own window first
@@ -125,7 +125,7 @@ class PullExchange:
     close_at: Seconds  # when the present window ends
     state: ExchangePhase = ExchangePhase.OPEN
     seq: int = 0  # number of the last closed window
-    size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
+    usual_answer_bytes: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
     lasted_s: Seconds = 0.0  # time between our last two closes; 0.0 before the second
     blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
     published: SnapshotStore = field(default_factory=SnapshotStore)
@@ -186,9 +186,9 @@ class PullExchange:
     def _partners(self, now: Seconds) -> Sequence[PeerId]:
         """Return the peers to pull from in the next window, if possible without peers that recently misbehaved.
 
-        A peer that sent an invalid window is doubted for DOUBTED_WINDOWS calls of this method. If the view names a
-        doubted peer, the view is asked twice more, and doubted peers are left out. Doubted peers are not left out if
-        the view names no other peers, or if the algorithm is blocking.
+        A peer that replayed a window, or whose window the merge refused, is doubted for DOUBTED_WINDOWS calls of this
+        method. If the view names a doubted peer, the view is asked twice more, and doubted peers are left out. They are
+        not left out if the view names no other peers, or if the algorithm is blocking.
         """
         drawn = self.context.partners(now)
         self._doubted = {peer: left - 1 for peer, left in self._doubted.items() if left > 1}
@@ -204,14 +204,14 @@ class PullExchange:
             self._window = PullWindow(partners=partners)
             self._resting = False
             return self._close(now)
-        self.close_at = self.context.next_close(now + REST_S, self.size)
+        self.close_at = self.context.next_close(now + REST_S, self.usual_answer_bytes)
         begin, self._resting = not self._resting, True
         return [Rest(self.context.fragment)] if begin else []
 
     def replan(self, now: Seconds) -> None:
         """End the present window earlier if periods have become so short that its end is over one period ahead."""
-        if self.close_at > now + self.context.period_s(self.size):
-            self.close_at = self.context.next_close(now, self.size)
+        if self.close_at > now + self.context.period_s(self.usual_answer_bytes):
+            self.close_at = self.context.next_close(now, self.usual_answer_bytes)
 
     def _close(self, now: Seconds) -> list[Effect]:
         """Enter CLOSING, and return the job that closes the window.
@@ -234,9 +234,11 @@ class PullExchange:
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, layout_bytes(closed.on_request)
         densest = len(closed.blob) + _more_when_dense(closed)
-        (every, self.size), (_, dense) = (self._expected(size, on_request) for size in (len(closed.blob), densest))
+        (every, self.usual_answer_bytes), (_, dense) = (
+            self._expected(size, on_request) for size in (len(closed.blob), densest)
+        )
         self._sizes = AnswerSizes(largest=densest, dense=dense if closed.codings else 0)
-        period_s = self.context.period_s(self.size)
+        period_s = self.context.period_s(self.usual_answer_bytes)
         since_s = now - self._published_at
         missed = max(0, round(since_s / period_s) - 1)
         self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
@@ -259,8 +261,8 @@ class PullExchange:
     def _choose_slices(self, on_request: Layout, every: int, missed_bytes: int) -> Layout:
         """Return the sections on request to pull in this window: the next ones in turn, of one in `every` of all bytes.
 
-        Only slow weights contain windows that we have missed. So a missed window brings as many bytes of them as its
-        answer would have had: windows that are missed since a link is slow do not make the next answer slower still.
+        Missed windows reach us only in slow weights. So for each missed window we pull as many bytes of slow weights
+        as its answer would have had: a slow link carries no more bytes in a period than without misses.
         """
         total, chosen = layout_bytes(on_request), []
         self._slow_due = min(total, self._slow_due + total / every + missed_bytes)
@@ -282,7 +284,7 @@ class PullExchange:
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
         tag = kind(self.context.fragment, self.seq)
-        period_s = self.context.period_s(self.size)
+        period_s = self.context.period_s(self.usual_answer_bytes)
         after = self.seq - 1 if self.blocking else self.seen.get(partner, 0)
         patience_s = MAX_PATIENCE_S if self.blocking else min(PATIENCE_PERIODS * period_s, MAX_PATIENCE_S)
         since = max(0.0, now - period_s / 2)
@@ -318,18 +320,18 @@ class PullExchange:
         blob, after, window = event.envelope.blob, self.seen.get(event.peer, 0), self._window
         own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
         came = tuple(section for section in self._slices_from(event.peer) if section in snapshot.layout)
-        refused = snapshots.check(self.context, snapshot, blob, (*own, *came), after, now, self.size)
+        refused = snapshots.check(self.context, snapshot, blob, (*own, *came), after, now, self.usual_answer_bytes)
         if refused:
             if refused == Reason.REPLAY:  # an honest partner sends only windows newer than `after`
                 self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
-        taken = self._believed(contribution(event.peer, snapshot, blob), now)
+        taken = self._bounded(contribution(event.peer, snapshot, blob), now)
         self._window.pulled.append(PulledSnapshot(taken, snapshot.time, snapshot.lasted_s, now, event.seconds, moved))
         return ""
 
-    def _believed(self, one: Contribution, now: Seconds) -> Contribution:
+    def _bounded(self, one: Contribution, now: Seconds) -> Contribution:
         """Return the contribution with its tokens bounded by the partner's published speed (`TokenClaims`).
 
         In blocking algorithms the contribution is unchanged, since all peers must merge the same numbers of tokens.
@@ -337,7 +339,7 @@ class PullExchange:
         if self.blocking:
             return one
         speed = self.context.view.tokens_per_s(one.peer, self.context.fragment)
-        return replace(one, tokens=self.claims.believed(one.peer, one.tokens, speed, now))
+        return replace(one, tokens=self.claims.covered(one.peer, one.tokens, speed, now))
 
     def _merge(self, now: Seconds) -> list[Effect]:
         """Enter MERGING; return the merge job with all fresh snapshots, and a journal line for each stale snapshot.
@@ -346,7 +348,10 @@ class PullExchange:
         """
         self.state = ExchangePhase.MERGING
         self.published.settle()
-        pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.max_age_s(self.size)
+        pulled, limit_s = (
+            self._window.pulled,
+            math.inf if self.blocking else self.context.max_age_s(self.usual_answer_bytes),
+        )
         stale = [one for one in pulled if now - one.published_at > limit_s]
         self._window = replace(self._window, pulled=[one for one in pulled if one not in stale])
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]
@@ -358,8 +363,8 @@ class PullExchange:
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = ExchangePhase.OPEN
-        late_s = 0.0 if self.blocking else LATE_PERIODS * self.context.period_s(self.size)
-        self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.size)
+        late_s = 0.0 if self.blocking else LATE_PERIODS * self.context.period_s(self.usual_answer_bytes)
+        self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.usual_answer_bytes)
         refused = dict(merged.rejected)
         self._doubted |= dict.fromkeys(refused, DOUBTED_WINDOWS)
         lines: list[Effect] = [

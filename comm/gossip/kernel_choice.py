@@ -20,7 +20,6 @@ from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import (
     PSEUDO_GRADIENT_CODEC,
-    SHORTER_CODECS,
     SLOW_WEIGHTS_CODEC,
     OuterKernels,
     OuterVectors,
@@ -110,7 +109,7 @@ def prove(kernels: OuterKernels) -> None:
     """
     both = (kernels, TorchKernels(Formulas()))
     for vectors in _cases():
-        for code in (PSEUDO_GRADIENT_CODEC, *SHORTER_CODECS):
+        for code in (PSEUDO_GRADIENT_CODEC, *blockwise.SHORTER_CODECS):
             _prove_close(both, vectors, code)
         _prove_merge(both, [vector / 16 for vector in vectors])  # divided by 16, so that no decoded number overflows
     _prove_refusals(both)
@@ -173,7 +172,7 @@ def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
         _same(f"close of {value}", (_outcome(partial(one.close, bad, ones, ones.clone())) for one in both))
     for blob in _damaged(Formulas().encode(PSEUDO_GRADIENT_CODEC, ones)):
         _same("length of a damaged blob", (_reason(partial(one.length, blob, n)) for one in both))
-    for code in SHORTER_CODECS:
+    for code in blockwise.SHORTER_CODECS:
         for blob in _damaged(Formulas().encode(code, ones)):
             _same(f"a damaged blob of {code}", (_reason(partial(_length_of, one, code, blob, n)) for one in both))
     for blob in _damaged(Formulas().encode(SLOW_WEIGHTS_CODEC, ones)):

@@ -46,7 +46,6 @@ from decentral.core.reasons import Reason
 PSEUDO_GRADIENT_CODEC = "q4"  # codec of pseudo-gradients in memory and, by default, on the wire
 ONE_BIT_CODEC = "q1"  # codec of pseudo-gradients on slow links, if the config's `gossip.code` allows it
 SPARSE_CODEC = "sparse"  # codec of the largest numbers of pseudo-gradients, if `gossip.code` is sparse
-SHORTER_CODECS = (ONE_BIT_CODEC, SPARSE_CODEC)  # codecs that kernels convert to q4 and back
 SLOW_WEIGHTS_CODEC = "int8"
 
 
@@ -98,7 +97,7 @@ class OuterKernels(Protocol):
         """Convert a q4 blob, made by `close` of these kernels with this code, to the code, without changing a value."""
 
     def widen(self, code: str, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a blob in `code`, one of SHORTER_CODECS, to q4 without changing a value.
+        """Convert a blob in `code`, one of `blockwise.SHORTER_CODECS`, to q4 without changing a value.
 
         Raises:
             ProtocolError: If the blob's size, or a place in a sparse blob, is wrong. Invalid scales may pass; `length`

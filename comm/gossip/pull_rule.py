@@ -175,7 +175,7 @@ class PullRule(UpdateRule):
         lengths = [min(one.length, progress) for one in pulled if one.slow]
         among = dict(zip(differences, outliers.trust([*differences.items()], lengths), strict=True))
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
-        claims, trust, new = self.history.believed(self.closed, pulled, progress, read)
+        claims, trust, new = self.history.judged(self.closed, pulled, progress, read)
         self.left_out = tuple(one.peer for one, counts in zip(pulled, trust, strict=True) if not counts)
         self.work = _work(own, experience.lengths[-1], pulled, new)
         shares = influence.token_shares(own.tokens, claims, trust)

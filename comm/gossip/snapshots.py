@@ -369,7 +369,7 @@ class TokenClaims:
     # Each partner's token budget: (time of the last update, tokens left at that time).
     left: dict[PeerId, tuple[Seconds, float]] = field(default_factory=dict)
 
-    def believed(self, peer: PeerId, tokens: int, tokens_per_s: float, now: Seconds) -> int:
+    def covered(self, peer: PeerId, tokens: int, tokens_per_s: float, now: Seconds) -> int:
         """Return how many of the claimed tokens the peer's budget covers, and take them from the budget.
 
         A claim is covered in full while the peer has published no speed (`tokens_per_s` is 0).
@@ -379,6 +379,6 @@ class TokenClaims:
         most = CLAIM_SLACK * CLAIM_BURST_S * tokens_per_s
         since, left = self.left.get(peer, (now, most))
         budget = min(most, left + CLAIM_SLACK * tokens_per_s * max(0.0, now - since))
-        believed = min(tokens, int(budget))
-        keep_latest(self.left, peer, (now, budget - believed), MOST_BUDGETS)
-        return believed
+        covered = min(tokens, int(budget))
+        keep_latest(self.left, peer, (now, budget - covered), MOST_BUDGETS)
+        return covered

@@ -1,6 +1,6 @@
 """Trust in partners: the weight of each partner's window in a merge of the `pull` algorithm.
 
-Start at `PartnerHistory.believed`, at the end of the file. A window is what a peer trains between two closes. A peer
+Start at `PartnerHistory.judged`, at the end of the file. A window is what a peer trains between two closes. A peer
 whose own window has the pseudo-gradient q_0 and n_0 tokens merges partners with q_i and slow weights phi_i:
 
     phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i near(|phi - phi_i|) (phi - phi_i)
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from decentral.comm.codecs import blockwise
+from decentral.comm.codecs.encoded_pieces import joined_pieces
 from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip import influence
 from decentral.comm.gossip.influence import (
@@ -110,7 +110,7 @@ class WindowSample:
         """
         if not self.begins:
             return codecs.decode(codec, blob, self.elements)
-        part = blockwise.stretches(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
+        part = joined_pieces(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
         return codecs.decode(codec, part, len(self.begins) * STRETCH_NUMBERS)
 
     def within(self, part: slice) -> tuple["WindowSample", Tensor]:
@@ -375,7 +375,7 @@ class PartnerHistory:
     outliers: Outliers = field(default_factory=Outliers)
     counted: CountedWindows = field(default_factory=CountedWindows)
 
-    def believed(
+    def judged(
         self,
         closed: tuple[Window, bytes],
         partners: Sequence[PulledWindow],

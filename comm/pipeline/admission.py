@@ -5,9 +5,9 @@ Start with `Admission.requested`, which accepts or refuses another peer's execut
 `MicroBatchWindow` (window.py) decides how many of our own micro-batches are in flight.
 
 Memory is counted in micro-batches through all layers of this peer (`StageConfig.memory_share`). An execution in state
-HELD waits only for the origin peer's decision; its activations are freed, and it takes no memory. If the previous peer
-of a route is replaced, the new peer requests the same execution. This peer then computes the execution only once, and
-sends the same gradient to both peers (the `askers` of the execution).
+IN_DOUBT waits only for the origin peer's decision; its activations are freed, and it takes no memory. If the previous
+peer of a route is replaced, the new peer requests the same execution. This peer then computes the execution only once,
+and sends the same gradient to both peers (the `askers` of the execution).
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ from decentral.comm.pipeline.execution import (
     AWAY,
     FORWARD,
     GONE,
-    HELD,
+    IN_DOUBT,
     ForwardedExecution,
     OwnExecution,
     Paused,
@@ -98,7 +98,7 @@ class Admission:
         refusal = self.refusal(request, len(event.envelope.blob))
         order = request.drawn, request.origin, request.number
         younger = None if refusal else self._younger(request.first, order)
-        if younger is None or self.table.holds.rests(PeerId(request.origin), now):
+        if younger is None or self.table.decision_limits.rests(PeerId(request.origin), now):
             return [*given_up, Reply(event.request, Envelope(Refused(refusal or Reason.BUSY)))]
         given_up += [effect for one in younger for effect in self.table.give_up(one, Reason.BUSY)]
         last, local_id = self.forwarding.choose_end(request.first), next(self.table.local_ids)
@@ -119,7 +119,7 @@ class Admission:
             undo=Undo(job) if self.stage.undoes else None,
         )
         self.table.add(execution)
-        given_up += [] if self.stage.synchronous else self.table.give_up_held(execution)
+        given_up += [] if self.stage.synchronous else self.table.give_up_in_doubt(execution)
         self.push(job, request.round)
         return given_up
 
@@ -249,7 +249,7 @@ class Admission:
         """
         capacity, count, in_use, own_count, own = self.stage.capacity, 0, 0.0, 0, 0.0
         for execution in self.table.by_local_id.values():
-            if execution.state is not HELD and execution not in given_up:
+            if execution.state is not IN_DOUBT and execution not in given_up:
                 count, in_use = count + 1, in_use + execution.memory_share
                 if execution.own:
                     own_count, own = own_count + 1, own + execution.memory_share
@@ -296,8 +296,8 @@ class Admission:
         for execution in list(self.table.by_local_id.values()):
             if execution.state is GONE or (execution.round > self.round and not everything):
                 continue
-            if execution.state is HELD:
-                self.table.end_held(execution, "the round is over")
+            if execution.state is IN_DOUBT:
+                self.table.end_in_doubt(execution, "the round is over")
             else:
                 effects += self.table.give_up(execution, Reason.LATE)
         return effects
@@ -330,7 +330,9 @@ class OwnMicroBatches:
                 self.look_at = now + SUCCESSOR_RETRY_S
                 break
             execution = self._new(last, now)
-            self.table.jobs.running.add(execution.local_id)  # no queue: `may_begin` found the thread free
+            self.table.jobs.running.add(
+                execution.local_id
+            )  # no queue: `may_begin` found fewer than JOBS_AT_ONCE jobs there
             jobs.append(Draw(execution.local_id, last, self.forwarding.view.is_thin()))
             own += 1
             self.quota = None if self.quota is None else self.quota - 1

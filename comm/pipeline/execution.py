@@ -30,13 +30,13 @@ class ExecutionState(Enum):
     FORWARD = auto()  # the forward pass is queued or running
     AWAY = auto()  # the activations are at the next peer, or wait until one is found
     BACKWARD = auto()  # the gradient has come back, and the backward pass is queued or running
-    HELD = auto()  # its gradients are in a sum, and wait for the origin peer's decision to commit or abort them
+    IN_DOUBT = auto()  # its gradients are in a sum, and wait for the origin peer's decision to commit or abort them
     GONE = auto()  # given up while the training thread still works on it
     ENDED = auto()
 
 
 # Module-level names, because looking up a member of the enum costs as much as all of StageExecution.wake_at.
-FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
+FORWARD, AWAY, BACKWARD, IN_DOUBT, GONE, ENDED = ExecutionState
 
 
 class ExecutionEvent(Enum):
@@ -55,9 +55,9 @@ class ExecutionEvent(Enum):
 TRANSITIONS: dict[ExecutionEvent, dict[ExecutionState, ExecutionState]] = {
     ExecutionEvent.SENT_ON: {FORWARD: AWAY, AWAY: AWAY, BACKWARD: AWAY},
     ExecutionEvent.GRADIENT_CAME: {AWAY: BACKWARD},
-    ExecutionEvent.COMPUTED: {FORWARD: HELD, BACKWARD: HELD},
+    ExecutionEvent.COMPUTED: {FORWARD: IN_DOUBT, BACKWARD: IN_DOUBT},
     ExecutionEvent.COMPLETED: {FORWARD: ENDED, BACKWARD: ENDED},
-    ExecutionEvent.DECIDED: {HELD: ENDED},
+    ExecutionEvent.DECIDED: {IN_DOUBT: ENDED},
     ExecutionEvent.GIVEN_UP: {FORWARD: ENDED, AWAY: ENDED, BACKWARD: ENDED},
     ExecutionEvent.GIVEN_UP_AT_WORK: {FORWARD: GONE, BACKWARD: GONE},
     ExecutionEvent.THREAD_DONE: {GONE: ENDED},
@@ -163,7 +163,7 @@ class StageExecution:
     round: int  # number of the synchronous round; 0 in asynchronous training
     sequences: int = 0
     state: ExecutionState = FORWARD
-    next_hop: NextHop | None = None  # None before the forward pass is done, and from state HELD on
+    next_hop: NextHop | None = None  # None before the forward pass is done, and from state IN_DOUBT on
     events: deque[tuple[str, ExecutionState | str]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
     def move(self, event: ExecutionEvent, cause: str) -> None:
@@ -187,7 +187,7 @@ class StageExecution:
 
     @property
     def sent(self) -> NextHop:
-        """Return `next_hop`. Call this only between the end of the forward pass and state HELD."""
+        """Return `next_hop`. Call this only between the end of the forward pass and state IN_DOUBT."""
         assert self.next_hop is not None, self.story()
         return self.next_hop
 
@@ -239,13 +239,13 @@ class ForwardedExecution(StageExecution):
 
     askers: dict[PeerId, int | None]  # for each requesting peer: id of its open request; None after the answer
     answer_by: Seconds  # we stop computing at this time, so that the last requesting peer can still try another
-    answer: Envelope | None = None  # the response for every requesting peer, from state HELD on
-    held_at: Seconds = 0.0
+    answer: Envelope | None = None  # the response for every requesting peer, from state IN_DOUBT on
+    in_doubt_since: Seconds = 0.0
     undo: Undo | None = None  # takes its gradients out of a sum again; None: not possible here (StageConfig.undoes)
 
     def deadline(self) -> Seconds:
         """Return when this peer gives the execution up, because the requesting or the origin peer waits no longer."""
-        return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
+        return self.until if self.state is IN_DOUBT or self.until < self.answer_by else self.answer_by
 
     def asked_by(self, sender: PeerId, request: int, answer_by: Seconds) -> None:
         """Add a request of a new or an earlier sender, and extend the time for computing to `answer_by`."""
@@ -268,6 +268,6 @@ class ForwardedExecution(StageExecution):
         return [] if self.answer is None else [Reply(request, self.answer) for request in self.answered()]
 
     def await_decision(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
-        """Enter HELD until the origin peer decides or time `until` comes, and keep `answer` for all who request it."""
+        """Enter IN_DOUBT until the origin peer decides or `until` comes, and keep `answer` for all who request it."""
         self.move(ExecutionEvent.COMPUTED, "backward pass done")
-        self.next_hop, self.answer, self.held_at, self.until = None, answer, now, until
+        self.next_hop, self.answer, self.in_doubt_since, self.until = None, answer, now, until

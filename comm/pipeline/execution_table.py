@@ -13,7 +13,7 @@ from decentral.comm.pipeline.commits import CommitProtocol, HoldLimits
 from decentral.comm.pipeline.execution import (
     AWAY,
     GONE,
-    HELD,
+    IN_DOUBT,
     ExecutionEvent,
     ForwardedExecution,
     Paused,
@@ -46,7 +46,7 @@ class JobQueue:
     and can still be dropped.
     """
 
-    running: set[int] = field(default_factory=set)  # tokens of the executions whose job is at the training thread
+    running: set[int] = field(default_factory=set)  # ids (`local_id`) of the executions whose job is at the thread
     # Forward passes that wait for the next synchronous round, by StageExecution.local_id.
     early: dict[int, Forward] = field(default_factory=dict)
     # Waiting passes, sorted so that backward passes come first, then older executions.
@@ -59,7 +59,7 @@ class JobQueue:
 
     @property
     def waiting(self) -> set[int]:
-        """Return the tokens of executions whose forward pass waits here."""
+        """Return the ids (`local_id`) of the executions whose forward pass waits here."""
         return {local_id for is_forward, local_id, _ in self._ready if is_forward}
 
     def push(self, job: Forward | Backward) -> None:
@@ -96,7 +96,7 @@ class ExecutionTable:
     ledger: Ledger
     commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
-    holds: HoldLimits = field(default_factory=HoldLimits)
+    decision_limits: HoldLimits = field(default_factory=HoldLimits)
     by_local_id: dict[int, StageExecution] = field(default_factory=dict)
     counted: dict[ExecutionId, None] = field(default_factory=dict)  # other peers' committed executions
     by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # other peers' executions, unless GONE
@@ -125,7 +125,9 @@ class ExecutionTable:
         if self.load.stage.overlap:
             return True
         waiting = self.jobs.waiting
-        return all(execution.state is HELD or local_id in waiting for local_id, execution in self.by_local_id.items())
+        return all(
+            execution.state is IN_DOUBT or local_id in waiting for local_id, execution in self.by_local_id.items()
+        )
 
     @property
     def step_waits(self) -> bool:
@@ -134,9 +136,8 @@ class ExecutionTable:
         A step must not change the weights between an execution's forward and backward pass. With `overlap` a step
         may change the weights, so no pass waits.
 
-        A later stage takes a step as soon as it has enough gradients and no pass is pending. That is so while the first
-        stage pauses for its own step. If each stage made a pause of its own, the whole route would stop for each of
-        them in turn. So a later stage makes one only if it has the gradients of PATIENT_STEPS steps, less one.
+        Later stages usually step in the first stage's pause. They hold new forward passes back only when they have the
+        gradients of PATIENT_STEPS steps, less one micro-batch; else the route would stop once for each stage.
         """
         stage = self.load.stage
         return not stage.overlap and self.ledger.waiting(PATIENT_STEPS if stage.first > 0 else 1)
@@ -161,7 +162,7 @@ class ExecutionTable:
         pending = [
             execution.order
             for local_id, execution in self.by_local_id.items()
-            if execution.state not in (HELD, GONE) and local_id not in waiting
+            if execution.state not in (IN_DOUBT, GONE) and local_id not in waiting
         ]
         youngest = max(pending, default=None)
         return lambda local_id: youngest is not None and self.by_local_id[local_id].order < youngest
@@ -180,9 +181,9 @@ class ExecutionTable:
         if execution.own:
             tries = len(hop.tried) if hop else 0
             effects.append(Log(AbandonedLine(number=execution.id.number, reason=reason, tries=tries)))
-        if execution.state is HELD:
+        if execution.state is IN_DOUBT:
             effects += self.ledger.abort(execution.local_id)
-            self.end_held(execution, reason)
+            self.end_in_doubt(execution, reason)
             return effects
         if execution.state is AWAY and hop and hop.to:
             self.commits.abort(hop.to, execution.next_id)
@@ -198,26 +199,27 @@ class ExecutionTable:
 
         In a run with exact gradients, steps wait for silent peers, so shorter deadlines are worth more false alarms.
         """
-        return self.holds.usual_s(origin) if self.load.stage.exact else None
+        return self.decision_limits.usual_s(origin) if self.load.stage.exact else None
 
-    def give_up_held(self, new: StageExecution) -> list[Effect]:
-        """Give up HELD executions of the same micro-batch whose layers overlap with those of a new execution.
+    def give_up_in_doubt(self, new: StageExecution) -> list[Effect]:
+        """Give up IN_DOUBT executions of the same micro-batch whose layers overlap with those of a new execution.
 
         No route contains both executions. Without this method, the old execution's gradient sum would wait for the
         origin peer's decision, while the new execution would wait for the step with that sum.
         """
         micro_batch = new.id.origin, new.id.number
         overlapping = (one for one in self.by_id.values() if one.id.first < new.last and new.id.first < one.last)
-        held = [one for one in overlapping if one.state is HELD and (one.id.origin, one.id.number) == micro_batch]
-        return [effect for one in held for effect in self.give_up(one, Reason.MOVED)]
+        in_doubt = (one for one in overlapping if one.state is IN_DOUBT)
+        old = [one for one in in_doubt if (one.id.origin, one.id.number) == micro_batch]
+        return [effect for one in old for effect in self.give_up(one, Reason.MOVED)]
 
     def let_go(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> list[Effect]:
         """Remove an execution that gets no backward pass; return the job that frees its memory."""
         self.end(execution, event, cause)
         return [Forget((execution.local_id,))]
 
-    def end_held(self, execution: StageExecution, cause: str) -> None:
-        """Remove an execution in state HELD, and send no more queries about it."""
+    def end_in_doubt(self, execution: StageExecution, cause: str) -> None:
+        """Remove an execution in state IN_DOUBT, and send no more queries about it."""
         self.commits.forget(execution.id)
         self.by_id.pop(execution.id, None)
         self.end(execution, ExecutionEvent.DECIDED, cause)

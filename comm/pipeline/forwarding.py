@@ -334,7 +334,7 @@ class Forwarding:
             and 0 < len(hops) < MAX_HOPS
             and hops[0].peer == peer
             and reaches_the_end(hops, first, self.stage.layers)
-            and self.table.ledger.believes(hops, response.loss, response.tokens)
+            and self.table.ledger.accepts(hops, response.loss, response.tokens)
         )
 
 

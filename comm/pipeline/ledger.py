@@ -81,7 +81,7 @@ class Ledger(Protocol):
     def add(self, local_id: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """Record that the open sum contains an execution's gradients; `state` is the origin peer's decision so far."""
 
-    def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+    def accepts(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
         """Return whether a next peer's answer may be used; `loss` is in nats, summed over `tokens` text tokens."""
 
     def completed(self, local_id: int, hops: tuple[Hop, ...]) -> None:
@@ -119,7 +119,7 @@ class Ledger(Protocol):
         """Record the outcome of an Undo job; `done`: the aborted execution's gradients were taken out of the sum."""
         return []
 
-    def look(self, quiet: bool) -> list[Effect]:
+    def due_jobs(self, quiet: bool) -> list[Effect]:
         """Return the Seal, Apply and Drop jobs that can run now, given whether a step may change weights (`quiet`)."""
         return []
 
@@ -134,7 +134,7 @@ class GradientLedger:
     entries: dict[int, GradientEntry] = field(default_factory=dict)
     states: dict[int, CommitState] = field(default_factory=dict)  # decisions, by StageExecution.local_id
     # Key: buffer (slot) of a closed gradient sum. Value: StageExecution.local_id of each execution in the sum.
-    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    sealed_sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sealing: bool = False
     undoing: set[int] = field(default_factory=set)  # executions that an Undo job takes out of the open sum
 
@@ -147,7 +147,7 @@ class GradientLedger:
         self.entries[local_id], self.states[local_id] = entry, state
         return self._advance()
 
-    def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+    def accepts(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
         """Return True: without rounds there is no list of members to check the hops against."""
         return True
 
@@ -168,7 +168,7 @@ class GradientLedger:
         if not sound:
             line = UncountedLine(of=_counted(self._taken(executions)), void=0, reason=Reason.NAN)
             return [Drop(slot), Log(line), *self._advance()]
-        self.closing[slot] = executions
+        self.sealed_sums[slot] = executions
         return self._advance()
 
     def sealed_and_applied(self, executions: tuple[int, ...]) -> list[Effect]:
@@ -184,7 +184,7 @@ class GradientLedger:
         self.entries[local_id] = replace(self.entries[local_id], undo=None)
         return self._advance()
 
-    def look(self, quiet: bool) -> list[Effect]:
+    def due_jobs(self, quiet: bool) -> list[Effect]:
         """Set `self.quiet`, which tells whether a step may change the weights; return the jobs that can run now.
 
         These are Seal, Apply and Drop jobs.
@@ -212,9 +212,9 @@ class GradientLedger:
         effects: list[Effect] = []
         if self.sealing:
             return effects  # the Seal job may take a step: wait for its outcome
-        for slot in list(self.closing):
+        for slot in list(self.sealed_sums):
             effects += self._finish(slot)
-        if not self.quiet or len(self.closing) == self.slots:
+        if not self.quiet or len(self.sealed_sums) == self.slots:
             return effects
         if leaving := self._leaving():
             effects += [undo for undo in leaving if undo.local_id not in self.undoing]
@@ -224,7 +224,7 @@ class GradientLedger:
             entry.undo and self.states[local_id] is CommitState.IN_DOUBT for local_id, entry in self.entries.items()
         ):
             return effects
-        sealed = sum(map(len, self.closing.values()))
+        sealed = sum(map(len, self.sealed_sums.values()))
         even = -(-len(self.entries) // (self.slots + 1)) if self.slots > 1 else 0
         if len(self.entries) - sealed >= max(self.micro_batches_per_step, even):
             self.sealing = True
@@ -232,21 +232,21 @@ class GradientLedger:
         return effects
 
     def _seal(self) -> Seal:
-        slot = next(slot for slot in range(self.slots) if slot not in self.closing)
-        closing = {local_id for executions in self.closing.values() for local_id in executions}
-        filled = [local_id for local_id in self.entries if local_id not in closing]
+        slot = next(slot for slot in range(self.slots) if slot not in self.sealed_sums)
+        in_sealed = {local_id for executions in self.sealed_sums.values() for local_id in executions}
+        filled = [local_id for local_id in self.entries if local_id not in in_sealed]
         if any(self.states[local_id] is not CommitState.COMMITTED for local_id in filled):
             return Seal(slot=slot)
         return Seal(tuple(filled), self._apply([self.entries[local_id] for local_id in filled], slot), slot)
 
     def _finish(self, slot: int) -> list[Effect]:
-        closing = self.closing[slot]
-        states = [self.states[local_id] for local_id in closing]
+        executions = self.sealed_sums[slot]
+        states = [self.states[local_id] for local_id in executions]
         aborted = sum(state is CommitState.ABORTED for state in states)
         if CommitState.IN_DOUBT in states and not aborted:
             return []
-        entries = self._taken(closing)
-        del self.closing[slot]
+        entries = self._taken(executions)
+        del self.sealed_sums[slot]
         if aborted:
             return [Drop(slot), Log(UncountedLine(of=_counted(entries), void=aborted))]
         return [self._apply(entries, slot), Log(CountedLine(of=_counted(entries)))]

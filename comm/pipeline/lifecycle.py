@@ -16,7 +16,7 @@ from decentral.comm.pipeline.execution import (
     BACKWARD,
     FORWARD,
     GONE,
-    HELD,
+    IN_DOUBT,
     ExecutionEvent,
     ForwardedExecution,
     NextHop,
@@ -41,7 +41,9 @@ from decentral.core.reasons import SUSPECT_GONE, Reason
 from decentral.core.units import Seconds
 
 # A refusal for one of these reasons does not count as a failure of the peer: our record of the peer may be outdated.
-BUSY = frozenset((Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
+NOT_ITS_FAILURE = frozenset(
+    (Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE)
+)
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class ExecutionLifecycle:
             case Answered(tag=ForwardStatusTag(), envelope=Envelope(Done())):
                 self.forwarding.only_late(execution, event.peer, now)
                 return []
-            case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in BUSY:
+            case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in NOT_ITS_FAILURE:
                 return self.forwarding.refused(execution, now)
             case Answered(tag=ForwardTag(), envelope=Envelope(BackwardResponse() as response, blob)):
                 trusted = self.forwarding.trust.weight(event.peer, now) > 0  # False if an audit has suspended the peer
@@ -189,7 +191,7 @@ class ExecutionLifecycle:
         stage, until = self.admission.stage, execution.until
         if not stage.synchronous:  # in synchronous training, gradients are held until the round ends
             took_s, route_s = now - execution.started_at, self.forwarding.whole_route_s(execution, done.tokens)
-            until = min(until, now + self.table.holds.limit_s(took_s, route_s))
+            until = min(until, now + self.table.decision_limits.limit_s(took_s, route_s))
         hops = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, hops, done.layout), done.blob)
         execution.await_decision(answer, until, now)
@@ -207,13 +209,13 @@ class ExecutionLifecycle:
         effects: list[Effect] = []
         for id in decision.commit:
             execution = self.table.by_id.get(id)
-            if execution is not None and execution.state is HELD and sender == id.origin:
+            if execution is not None and execution.state is IN_DOUBT and sender == id.origin:
                 entry = self.table.ledger.entries.get(execution.local_id)
                 if entry is not None and sender in execution.askers:  # the origin peer computed all layers before ours
                     self.table.commits.credit(sender, entry.tokens * id.first)
                 effects += self.table.ledger.commit(execution.local_id)
-                self.table.holds.committed(sender, now - execution.held_at)
-                self.table.end_held(execution, Reason.COUNTED)
+                self.table.decision_limits.committed(sender, now - execution.in_doubt_since)
+                self.table.end_in_doubt(execution, Reason.COUNTED)
                 keep_latest(self.table.counted, id, None, COUNTED_KEPT)
         for id in decision.abort:
             execution = self.table.by_id.get(id)
@@ -234,14 +236,14 @@ class ExecutionLifecycle:
         return False
 
     def origin_is_gone(self, origin: PeerId) -> list[Effect]:
-        """Give up the HELD executions of an origin peer that does not answer commit queries.
+        """Give up the IN_DOUBT executions of an origin peer that does not answer commit queries.
 
         If `stage.exact`, also give up executions that the origin peer itself sent here and that have not begun, because
         the next step would wait for them. If the origin peer still runs, it sends them to another peer.
         """
         of_it = [one for one in self.table.by_id.values() if one.id.origin == origin]
         exact = self.table.load.stage.exact
-        gone = [one for one in of_it if one.state is HELD or (exact and self._not_begun_for(origin, one))]
+        gone = [one for one in of_it if one.state is IN_DOUBT or (exact and self._not_begun_for(origin, one))]
         return [effect for one in gone for effect in self.table.give_up(one, Reason.MOVED)]
 
     def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
@@ -249,13 +251,16 @@ class ExecutionLifecycle:
         return waits and [*execution.askers] == [origin]
 
     def was_stopped(self, seconds: Seconds) -> None:
-        """Extend the deadlines of HELD executions by the seconds for which this process was stopped.
+        """Extend the deadlines of IN_DOUBT executions by the seconds for which this process was stopped.
 
         Call this before `overdue`, which would otherwise punish origin peers for decisions that could not arrive.
         """
         for execution in self.table.by_local_id.values():
-            if isinstance(execution, ForwardedExecution) and execution.state is HELD:
-                execution.until, execution.held_at = execution.until + seconds, execution.held_at + seconds
+            if isinstance(execution, ForwardedExecution) and execution.state is IN_DOUBT:
+                execution.until, execution.in_doubt_since = (
+                    execution.until + seconds,
+                    execution.in_doubt_since + seconds,
+                )
 
     def overdue(self, now: Seconds) -> list[Effect]:
         """Give up executions past their deadline, send paused executions on, and ask next peers about late ones."""
@@ -265,8 +270,8 @@ class ExecutionLifecycle:
             if execution.state is GONE:
                 continue
             if now >= execution.deadline():
-                if isinstance(execution, ForwardedExecution) and execution.state is HELD:
-                    self.table.holds.ran_out(PeerId(execution.id.origin), now - execution.held_at, now)
+                if isinstance(execution, ForwardedExecution) and execution.state is IN_DOUBT:
+                    self.table.decision_limits.ran_out(PeerId(execution.id.origin), now - execution.in_doubt_since, now)
                 elif execution.state is AWAY and hop is not None:
                     self.forwarding.ran_out(hop, now)
                 if execution.own:

@@ -1,8 +1,8 @@
 """The router: takes micro-batches through peers that each hold a part of the model.
 
     own micro-batch    FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> counted; CommitDecision to each hop
-    another peer's     FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> HELD --CommitDecision--> counted
-    at the last stage  FORWARD ------------------------------------------------> HELD --CommitDecision--> counted
+    another peer's     FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> IN_DOUBT --CommitDecision--> counted
+    at the last stage  FORWARD ------------------------------------------------> IN_DOUBT --CommitDecision--> counted
 
 A ForwardRequest takes the activations to the next peer. The answer brings the gradient back, once that peer and all
 peers behind it are done. Each layer counts a micro-batch exactly once or not at all: gradients are held in a sum
@@ -119,7 +119,7 @@ class Router:
         return not self.table.by_local_id and not self.ledger.entries and not self.ledger.sealing
 
     def was_stopped(self, seconds: Seconds) -> None:
-        """Extend the deadlines of HELD executions by the seconds for which this process was stopped."""
+        """Extend the deadlines of IN_DOUBT executions by the seconds for which this process was stopped."""
         self.lifecycle.was_stopped(seconds)
         self._wake = None
 
@@ -152,7 +152,7 @@ class Router:
         self._wake = None
         self.ledger.quiet = self.table.quiet
         effects = self._react(event, now) if heard is None else heard
-        effects += self.ledger.look(self.table.quiet)
+        effects += self.ledger.due_jobs(self.table.quiet)
         effects += self.table.dispatch()
         return effects + self.own.begin(now) + self.commits.tell()
 

@@ -51,11 +51,11 @@ class ContributionRecord(Ledger):
     ends: frozenset[int] = frozenset()  # layers at which fragments end; a stage execution must end at one of them
 
     def begin(self, members: RoundMembers, cuts: Sequence[Fragment]) -> None:
-        """Start a round: from now on `believes` checks hops against these members and fragments."""
+        """Start a round: from now on `accepts` checks hops against these members and fragments."""
         self.members = {PeerId(member.peer): member for member in members}
         self.ends = frozenset(cut.last for cut in cuts)
 
-    def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+    def accepts(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
         """Return whether other members would accept a report with these hops and this loss (nats, summed over tokens).
 
         If not, the caller drops the next peer's answer, because one invalid micro-batch makes a whole report invalid.

@@ -3,7 +3,8 @@
 import argparse
 
 from decentral.core.errors import UserError
-from decentral.view.event_hooks import CommandHook, Hooks, kinds_of
+from decentral.view.event_hooks import CommandHook, Hooks
+from decentral.view.hook_messages import kinds_of
 from decentral.view.webhook import Webhook
 
 

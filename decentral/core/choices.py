@@ -43,10 +43,17 @@ class Optimizer:
     stretch: str = ""  # "module:name" of the class that trains the inner matrices (engine/optimizers.py); "": AdamW
     scratch_bytes: int = 0  # temporary memory of an optimizer step, in bytes per parameter of the largest matrix
     iterations: int = 0  # Newton-Schulz iterations of an optimizer step, which `decentral.estimate` charges
-    divides: bool = False  # whether several devices of one peer can divide the model (engine/sharded.py)
+    # "module:name" of the class that takes the step of `stretch` on parts of matrices, one on each device of a peer
+    # (engine/sharded.py). Without such a class, the devices cannot divide the model.
+    sharded: str = ""
     # Whether a gossip merge that comes some steps after its window closed is applied in full. If not, the merge is
     # scaled down (outer_kernels.rho_of).
     takes_all: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Return whether several devices of one peer can divide the model: AdamW needs no code for that."""
+        return not self.stretch or bool(self.sharded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +96,14 @@ ALGORITHMS = {
 OPTIMIZERS = {
     one.name: one
     for one in (
-        Optimizer(name="adamw", peak_rate=4e-3, divides=True),
+        Optimizer(name="adamw", peak_rate=4e-3),
         Optimizer(
             name="muon",
             peak_rate=8e-3,
             stretch="decentral.engine.muon:Muon",
             scratch_bytes=24,  # for the temporary matrices of Muon's Newton-Schulz iterations
             iterations=5,
-            divides=True,
+            sharded="decentral.engine.sharded:ShardedMuon",
             takes_all=True,
         ),
     )

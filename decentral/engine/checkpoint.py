@@ -2,13 +2,12 @@
 
 Start reading at `save` and `resume`. A checkpoint is one safetensors file (`TensorFile`). The new file is written
 beside the old file, fsynced, then renamed over it. So `kill -9` or a full disk at any moment leaves either the old or
-the new checkpoint whole. The other files have the used micro-batch numbers (`MicroBatchNumbers`), and states of
-fragments that the peer does not hold (`RetainedStateStore`).
+the new checkpoint whole. Other files have states of fragments that the peer does not hold (`RetainedStateStore`), and
+the used micro-batch numbers (micro_batch_numbers.py).
 """
 
 import errno
 import json
-import secrets
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,6 @@ from decentral.core.peer_folders import CHECKPOINT
 from decentral.core.reasons import Reason
 from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.engine.gossip_jobs import GossipedFragment
-from decentral.engine.micro_batch_names import SPACE, MicroBatchNames
 from decentral.engine.span import RetainedState, Span
 from decentral.engine.step import Counters
 from decentral.engine.tensor_file import SUMS, TensorFile, checksum
@@ -40,11 +38,8 @@ from decentral.engine.threads import Phase
 FILE = CHECKPOINT
 DAMAGED = "checkpoint.damaged"  # an unreadable checkpoint is renamed to this, so that the peer can start without it
 COPY_ALIGNED = 64  # each tensor begins at a multiple of this many bytes, the size of a cache line
-MOST_POSITION_BYTES = 4096
 # Retained states and copies may take at most this share of the disk space that would be free without them.
 COPIES_SHARE = 0.2
-RESERVED = 1024  # this many micro-batch numbers are reserved on disk at a time; no start reuses a reserved number
-ELSEWHERE = SPACE // 2  # while the disk cannot be written, micro-batch numbers are random and at least this
 Read = TypeVar("Read")
 
 
@@ -312,76 +307,6 @@ class StoredTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self._names)
-
-
-class MicroBatchNumbers:
-    """A source of micro-batch numbers that are never used twice, not even after a restart from an old checkpoint.
-
-    Numbers are reserved on disk in blocks of RESERVED. While the disk cannot be written, numbers come from random
-    blocks above ELSEWHERE, and each new block first tries the disk again. Two random blocks overlap with a probability
-    of 1e-12.
-    """
-
-    def __init__(
-        self,
-        reserved: int,
-        write: Callable[[int], None],
-        names: MicroBatchNames,
-        random_below: Callable[[int], int] = secrets.randbelow,
-    ) -> None:
-        """Begin with `reserved` as the next number.
-
-        Args:
-            reserved: Numbers below this were reserved on disk, and may have been used.
-            write: Puts a new value of `reserved` on the disk; raises OSError if that fails.
-            names: The names by which other peers know the micro-batches.
-            random_below: Returns a random number below its argument.
-        """
-        self.reserved = reserved
-        self.write = write
-        self.names, self.random_below = names, random_below
-        self.least = reserved  # `take` returns no smaller number, so that none is used twice
-        self._elsewhere: Iterator[int] = iter(())
-
-    @classmethod
-    def of(cls, folder: Path) -> "MicroBatchNumbers":
-        """Return the number source of the peer with this state folder.
-
-        The first number is read from position.json; it is 0 without that file, and random if the file is damaged.
-        """
-        path = folder / "position.json"
-        try:
-            reserved = int(strict_json.loads(foreign_file.read_text(path, MOST_POSITION_BYTES))) if path.exists() else 0
-        except (OSError, ValueError, TypeError):
-            reserved = secrets.randbelow(ELSEWHERE)
-        names = MicroBatchNames.of(folder / "names.key")
-        return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()), names)
-
-    def name(self, number: int) -> int:
-        """Return the name of a micro-batch in training: one of its two names, at random. An audit uses the other."""
-        return self.names.pair(number) + self.random_below(2)
-
-    def take(self, wished: int) -> int:
-        """Return the next unused number, at least `wished`. If no reserved number is left, reserve a block first.
-
-        While the disk cannot be written, the number is random and at least ELSEWHERE.
-        """
-        for number in self._elsewhere:
-            return number
-        number = max(wished, self.least)
-        if number >= self.reserved:
-            try:
-                self.write(number + RESERVED)
-            except OSError:
-                return self._take_elsewhere()
-            self.reserved = number + RESERVED
-        self.least = number + 1
-        return number
-
-    def _take_elsewhere(self) -> int:
-        first = ELSEWHERE + self.random_below(ELSEWHERE - RESERVED)
-        self._elsewhere = iter(range(first + 1, first + RESERVED))
-        return first
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ from decentral.core.plain_text import error_text
 from decentral.core.units import Seconds
 from decentral.data.corpora import Reading, TrainingData
 from decentral.engine import accelerator, checkpoint, measure
-from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
+from decentral.engine.checkpoint import RetainedStateStore
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
 from decentral.engine.memory import return_free_pages
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.span import Span
 from decentral.engine.step import (
     Device,
@@ -157,7 +158,7 @@ class Compute(JobRunner):
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
         if self.awaits_state:
-            self.span.touch_memory()
+            self.span.map_memory()
         steps: list[jobs.Stepped] = []
         reported_at = time.monotonic()
         while not threads.done:
@@ -212,7 +213,7 @@ class Compute(JobRunner):
         batches = [self._fetch() for _ in range(train.accumulate)]
         queued = queue_step(forward, batches, span.inner, self.lr_step, train, setup.device)
         self.counters.time.spent_on("training")
-        self._queued.append((queued, self._count_step(queued.tokens, math.nan, queued.micro_batches)))
+        self._queued.append((queued, self._step_report(queued.tokens, math.nan, queued.micro_batches)))
 
     def read_queued(self, left: int = 0) -> list[jobs.Stepped]:
         """Wait for all queued steps except the latest `left`, and return their reports."""
@@ -226,7 +227,7 @@ class Compute(JobRunner):
             steps.append(replace(trained, loss=found.loss, dropped=not found.tokens))
         return steps
 
-    def _count_step(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
+    def _step_report(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
         return self.counters.count_steps(tokens, loss, micro_batches, beside_s=self.threads.take_beside_s())
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
@@ -348,7 +349,7 @@ class Compute(JobRunner):
         rejected = [(index, self.gossip.advance(index, sums)) for index, sums in job.sums]
         self.counters.lr_step, self.counters.versions = job.round, dict(job.versions)
         refused = tuple((index, peer, reason) for index, found in rejected for peer, reason in found)
-        return replace(self._count_step(job.tokens, job.loss, job.micro_batches), refused=refused)
+        return replace(self._step_report(job.tokens, job.loss, job.micro_batches), refused=refused)
 
 
 def _said(error: Exception) -> str:

@@ -108,7 +108,9 @@ class Live:
         self._grad: Tensor | None = None
         self.tokens = 0  # number of tokens in the steps of the current gossip window
         self.steps = 0  # number of optimizer steps on this fragment, for AdamW's bias correction and the peer's warm-up
-        self.touched = set[str]()  # names of tensors that rank 0 has changed; `Island` copies them to the other ranks
+        self.changed_tensors = set[
+            str
+        ]()  # names of tensors that rank 0 has changed; `Island` copies them to the other ranks
         self.theta, self.state = self._placed(groups, device, drawn)
 
     def _placed(
@@ -170,7 +172,7 @@ class Live:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def touch_memory(self) -> None:
+    def map_memory(self) -> None:
         """Write zeros to weights, optimizer state and gradients, so that their memory is mapped before the first step.
 
         Call it only before the fragment has weights. The first step frees these gradients, and reuses their memory.
@@ -225,7 +227,7 @@ class Live:
         tensors = self.tensors()
         for name, value in values.items():
             tensors[name].copy_(value)
-        self.touched.update(values)
+        self.changed_tensors.update(values)
 
     def copy_out(self, into: Tensor) -> Arrive:
         """Begin to copy theta's present values to host memory. Call it on the training thread, between two steps.
@@ -261,9 +263,9 @@ class Live:
         """Copy a correction [n] from host memory to the device, for `add`. Call it on the worker thread."""
         return copy_in(vector, self.theta.device)
 
-    def touch(self, *names: str) -> None:
+    def mark_changed(self, *names: str) -> None:
         """Mark these `tensors` (all, if no name is given) as changed on this rank only; an island then copies them."""
-        self.touched.update(names or self.tensors())
+        self.changed_tensors.update(names or self.tensors())
 
     def copy_theta(self, into: Tensor) -> None:
         """Copy theta into an fp32 vector [n]."""

@@ -90,7 +90,7 @@ class GossipedFragment:
                 self.live.theta.copy_(vector)  # so theta is bit-identical on all holders
             else:
                 self.live.add(vector - replaced.theta.to(vector.device))
-            self.live.touch("theta")
+            self.live.mark_changed("theta")
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each name that `with_rule` yields, with a tensor of the same shape on the meta device."""
@@ -347,7 +347,7 @@ class FragmentGossip:
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)
             gossiped.resting = False
-            gossiped.live.touch()
+            gossiped.live.mark_changed()
 
     def set_lives(self, lives: Sequence[Live], undrawn: Collection[int] = ()) -> None:
         """Set the held fragments. Fragments held before keep their gossip state; new fragments derive it from weights.

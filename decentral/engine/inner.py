@@ -185,7 +185,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
     rate = rate_at(train, lr_step, live.steps)
     step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
     live.count(tokens)
-    live.touch()
+    live.mark_changed()
     return True
 
 

@@ -10,7 +10,7 @@ into each device, each rank has only a part of every parameter (engine/sharded.p
 model, and torch's DistributedDataParallel (Li et al., arXiv 2006.15704) averages the gradients. Averaged gradients are
 then bit-identical on all ranks, so each rank's optimizer takes the same step and weights need not be sent. Other
 changes of the weights (a merge, state from another peer, a checkpoint, a step of routed training) happen on rank 0
-only. Rank 0 marks the changed tensors in `Live.touched`, and copies them to the other ranks before the next step.
+only. Rank 0 marks the tensors in `Live.changed_tensors`, and copies them to the other ranks before the next step.
 
 Rank r of R takes the micro-batches r, R + r, 2 R + r, ... of this peer, so no two ranks train the same micro-batch. If
 a rank dies, the other ranks lose their connections to it and fail as well; the launcher then restarts all ranks.
@@ -243,7 +243,7 @@ class Island:
             counters.lr_step, counters.micro_batches = first, second
         for live, steps, marks in zip(self.lives, numbers[HEADER::2], numbers[HEADER + 1 :: 2], strict=True):
             live.steps = steps
-            live.touched = {name for at, name in enumerate(live.tensors()) if marks >> at & 1}
+            live.changed_tensors = {name for at, name in enumerate(live.tensors()) if marks >> at & 1}
         if order in (Order.STEP, Order.MEASURE):
             self._copy_touched()
         return order, first, second
@@ -273,12 +273,12 @@ class Island:
         return self._forward
 
     def _copy_touched(self) -> None:
-        """Copy the tensors in `Live.touched` from rank 0 to all ranks."""
+        """Copy the tensors in `Live.changed_tensors` from rank 0 to all ranks."""
         for live in self.lives:
             for name, tensor in live.tensors().items():
-                if name in live.touched and tensor.numel():
+                if name in live.changed_tensors and tensor.numel():
                     dist.broadcast(tensor, src=0)
-            live.touched.clear()
+            live.changed_tensors.clear()
 
     def _exchange(self, numbers: Tensor) -> list[int]:
         dist.broadcast(numbers, src=0, group=self.control)
@@ -377,5 +377,5 @@ def _fetch_of(island: Island, assignment: Assignment, counters: Counters) -> Cal
 
 
 def _marks(live: Live) -> int:
-    """Return a bit mask of changed tensors: bit k is 1 if the k-th tensor of `live.tensors` is in `live.touched`."""
-    return sum(1 << at for at, name in enumerate(live.tensors()) if name in live.touched)
+    """Return a bit mask: bit k is 1 if the k-th tensor of `live.tensors` is in `live.changed_tensors`."""
+    return sum(1 << at for at, name in enumerate(live.tensors()) if name in live.changed_tensors)

@@ -16,8 +16,8 @@ from decentral.core import jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import forward_share, share
-from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.gossip_jobs import FragmentGossip
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.span import HeldSpan, RetainedStore, change_span
 from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program, finish
@@ -263,9 +263,9 @@ class JobRunner(ABC):
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)
-        return replace(self._count_step(job.tokens, job.loss, job.micro_batches), applied=applied)
+        return replace(self._step_report(job.tokens, job.loss, job.micro_batches), applied=applied)
 
-    def _count_step(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
+    def _step_report(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
         """Count a step, and return its report, which has the time spent since the last report."""
         return self.counters.count_steps(tokens, loss, micro_batches)
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from decentral.core import config
+from decentral.core import choices, config
 from decentral.core.fragments import Fragment
 from decentral.core.rank_place import Split
 from decentral.engine import accelerator
@@ -88,9 +88,9 @@ class ShardedLive(Live):
         others = [parts[blocks : blocks + len(groups[1])], parts[blocks + len(groups[1]) :]]
         state = self._state([one.shape for one in parts[:blocks]], others, device)
         if blocks:
-            (muon,) = (one for one in state.stretches if isinstance(one, Muon))
+            sharded = choices.load(choices.OPTIMIZERS[self.train.optimizer].sharded)
             exchange = MatrixExchange(cuts[:blocks], self.ranks.rank, ranks)
-            state.stretches[state.stretches.index(muon)] = ShardedMuon(muon, exchange)
+            state.stretches[0] = sharded(state.stretches[0], exchange)  # the blocks' matrices come first
         return torch.empty(0, dtype=getattr(torch, self.train.weights), device=device), state
 
     def _parts(self) -> list[Tensor]:
@@ -112,7 +112,7 @@ class ShardedLive(Live):
         self._set(self.theta)
         self.theta = self.theta.new_empty(0)
 
-    def touch(self, *names: str) -> None:
+    def mark_changed(self, *names: str) -> None:
         """Do nothing: no rank has a copy of another rank's part."""
 
     def whole(self) -> dict[str, Tensor]:

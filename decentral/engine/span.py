@@ -126,7 +126,7 @@ class Span:
         """Record that these fragments (indices) have weights from a checkpoint or a peer; `initialise` skips them."""
         self._undrawn.difference_update(fragments)
 
-    def touch_memory(self) -> None:
+    def map_memory(self) -> None:
         """On a CPU, write zeros to fragments without weights, so that their memory is mapped before training begins.
 
         Call this while the peer waits for weights from other peers.
@@ -134,7 +134,7 @@ class Span:
         if self.device.device.type == "cpu":
             for live in self.inner.lives:
                 if live.fragment.index in self._undrawn:
-                    live.touch_memory()
+                    live.map_memory()
 
     def initialise(self) -> None:
         """Sample initial weights for fragments without weights. Call this before anything reads the weights."""
@@ -145,7 +145,7 @@ class Span:
         for live in lives:
             if live.fragment.index in self._undrawn:
                 live.set_weights(layers, first)
-                live.touch("theta")
+                live.mark_changed("theta")
         self.gossip.set_lives([live for live in lives if live.fragment.index not in self._undrawn])
         self.gossip.set_lives(lives)  # add all fragments again, now with gossip state made from their new weights
         self._undrawn.clear()

@@ -44,7 +44,7 @@ class FaultInjector:
 
     def plan(self, faults: Sequence[Fault]) -> None:
         """Schedule the start and the end of each fault; call `plan` before virtual time reaches the first fault."""
-        self.swarm.falsify(self._byzantine_answer)
+        self.swarm.falsify(self.byzantine_answer)
         self.planned += len(faults)
         for fault in faults:
             self.swarm.agenda.at(fault.at, partial(self._begin, fault))
@@ -140,7 +140,7 @@ class FaultInjector:
                 return lambda: self.swarm.records.eclipsed.discard(fault.how)
         return None
 
-    def _byzantine_answer(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
+    def byzantine_answer(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
         """Return the answer that a Byzantine peer sends to `asker` in place of its honest answer `envelope`.
 
         The lies in HOP_LIES change only backward responses, WITHHELD only records, and all other lies only snapshots;
@@ -163,7 +163,9 @@ class FaultInjector:
                 return self._kept.setdefault(("stale", member.peer, snapshot.fragment), envelope)
             case "nan" | "scaled":
                 return self._forged(member, liars.garble(member.byzantine, envelope))
-        return Envelope(snapshot, liars.changed(envelope.blob, _flipped))
+            case "corrupted":
+                return Envelope(snapshot, liars.changed(envelope.blob, _flipped))
+        raise AssertionError(f"no code tells the lie {member.byzantine!r} of ALL_LIES (sim/faults.py)")
 
     def _false_gradient(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
         """Falsify a backward response (the honest answer `envelope`); return answers of other types unchanged."""

@@ -11,9 +11,9 @@ from decentral.core import jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.data import corpora
-from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.micro_batch_names import MicroBatchNames
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.step import Device
 from decentral.sim.host import Training
 from decentral.sim.simulated_peer import SimulatedPeer

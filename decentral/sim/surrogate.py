@@ -20,11 +20,11 @@ from decentral.core import config, jobs
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
-from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.fragment import Live
 from decentral.engine.gossip_jobs import FragmentGossip, WindowCounts
 from decentral.engine.job_runner import JobRunner
 from decentral.engine.micro_batch_names import MicroBatchNames
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.span import RetainedState
 from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program

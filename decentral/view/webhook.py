@@ -13,7 +13,7 @@ from decentral import __version__
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.view import event_hooks
-from decentral.view.event_hooks import HookMessage
+from decentral.view.hook_messages import HookMessage
 
 POST_TRIES = 3  # a message is posted at most this many times, so that a network outage of seconds loses no message
 DISCORD_CHARS = 2000  # Discord refuses a longer text

@@ -73,7 +73,7 @@ class FragmentExchanges:
     def _first(self) -> tuple[int, int]:
         """Return the index and the snapshot size in bytes of our first fragment, which decide the windows' length."""
         index = min(self.running)
-        return index, self.running[index].size
+        return index, self.running[index].usual_answer_bytes
 
     def begin(self, now: Seconds) -> None:
         """Begin an exchange for each of our fragments that has none; called when training begins or layers change."""

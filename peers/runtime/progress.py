@@ -270,7 +270,7 @@ class TrainingProgress:
         """Handle a step, a timer event (Woke), or the outcome of an evaluation, checkpoint or failed job."""
         match event:
             case Stepped():
-                return self._count_step(event, now)
+                return self._record_step(event, now)
             case Sealed(sound=sound):
                 return [] if sound else self._judged(True, None, now)  # without a finite gradient, the step is skipped
             case Evaluated(tokens, loss, seconds):
@@ -332,7 +332,7 @@ class TrainingProgress:
         )
         return [Log(line)]
 
-    def _count_step(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
+    def _record_step(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)
         self.rate.note_step(now, self.joined_at)
         self._saves.begin_if_idle(now)

@@ -40,8 +40,9 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed move is not repeated sooner
 FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
 LEASE_REQUEST_S = 5.0
-DRAIN_MOST_S = 30.0  # running micro-batches that take longer are given up in a move by a plan; others fail (`gives_up`)
-LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as it has granted one (`_brings`)
+# After this, a move by a plan, or on which others rely, or to an unheld layer gives micro-batches up; any other fails.
+DRAIN_MOST_S = 30.0
+LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as another peer relies on the move
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
 MOST_LEASES = 64  # a peer grants at most this many leases of a fragment at a time; fewer moves overlap in practice
@@ -232,10 +233,10 @@ class SpanMove:
         if self.phase is not MovePhase.DRAINING or now < self._drain_until:
             return False
         lacks_holder = not all(map(self.view.holders, {*self.target} - {*self.held}))
-        return self.cause is MoveCause.PLAN or self._brings(now) or lacks_holder
+        return self.cause is MoveCause.PLAN or self._others_rely_on_it(now) or lacks_holder
 
     @property
-    def needed(self) -> int:
+    def leases_needed(self) -> int:
         """Return how many other holders each given-up layer must keep."""
         return self.replicas if self.cause is MoveCause.RELIEF else 1
 
@@ -260,10 +261,9 @@ class SpanMove:
         self.target, self.cause, self._began_at = target, cause, now
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.given_up]
-        if any(bound):
+        if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.given_up):
             return self._fail(Reason.PROMISED, now)
-        if any(len(self._keepers(index)) < self.needed for index in self.given_up):
+        if any(len(self._keepers(index)) < self.leases_needed for index in self.given_up):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
         if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
@@ -273,7 +273,7 @@ class SpanMove:
 
     def abandon_unless_to(self, target: range, now: Seconds) -> list[MoveEffect]:
         """Abandon the move under way if it has another target, unless layers are changing or others rely on it."""
-        if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target or self._brings(now):
+        if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target or self._others_rely_on_it(now):
             return []
         return self._fail(Reason.REPLANNED, now)
 
@@ -335,7 +335,7 @@ class SpanMove:
         return [*self.fetch.ask()]
 
     def _request_leases(self, now: Seconds) -> list[MoveEffect]:
-        asked, most = list[tuple[int, PeerId]](), SPARE_REQUESTS + self.needed
+        asked, most = list[tuple[int, PeerId]](), SPARE_REQUESTS + self.leases_needed
         for index in self._unleased:
             others = [peer for peer in self._keepers(index) if peer not in self.requests.granted[index]]
             asked += [(index, peer) for peer in self.chance.sample(others, min(most, len(others)))]
@@ -354,7 +354,7 @@ class SpanMove:
     def _leases_heard(self, now: Seconds) -> list[MoveEffect]:
         """Begin to drain if enough leases were granted; otherwise fail the move, or let a move by a plan wait."""
         if self._unleased:
-            waits = self.cause is MoveCause.PLAN and (now < self._lease_until or self._brings(now))
+            waits = self.cause is MoveCause.PLAN and (now < self._lease_until or self._others_rely_on_it(now))
             return [] if waits else self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
         self._drain_until, self.wake_at = now + DRAIN_MOST_S, now + MOVE_RETRY_S
@@ -363,7 +363,7 @@ class SpanMove:
     @property
     def _unleased(self) -> list[int]:
         """Return the given-up fragments for which too few leases are granted."""
-        return [index for index in self.given_up if len(self.requests.granted[index]) < self.needed]
+        return [index for index in self.given_up if len(self.requests.granted[index]) < self.leases_needed]
 
     def _keepers(self, index: int) -> Sequence[PeerId]:
         """Return the other peers whose leases count: holders and, in a move by a plan, takers.
@@ -377,8 +377,8 @@ class SpanMove:
 
     def _lessors_are_gone(self) -> bool:
         """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""
-        held = {index: set(self._keepers(index)) for index in self.given_up}
-        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.given_up)
+        granted = self.requests.granted
+        return any(len({*self._keepers(index)} & {*granted[index]}) < self.leases_needed for index in self.given_up)
 
     def _fail(self, reason: str, now: Seconds) -> list[MoveEffect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
@@ -415,14 +415,14 @@ class SpanMove:
         if sender not in self.view.holders(index):
             return [_reply(request, Refused(Reason.SPAN))]
         gives_it_up = index in self.given_up
-        if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender or self._brings(now)):
+        if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender or self._others_rely_on_it(now)):
             return [_reply(request, Refused(Reason.MOVING))]
         if not self.granted.grant(index, sender, now):
             return [_reply(request, Refused(Reason.BUSY))]
         effects = self._fail(Reason.YIELDED, now) if gives_it_up else []
         return [*effects, _reply(request, Done())]
 
-    def _brings(self, now: Seconds) -> bool:
+    def _others_rely_on_it(self, now: Seconds) -> bool:
         """Return whether we have granted an unexpired lease of a fragment that we hold only after this move."""
         new = [self.granted.until.get(index, {}) for index in self.target if index not in self.held]
         return any(now < until for leases in new for until in leases.values())

@@ -204,7 +204,7 @@ class SwarmPlans:
     own: Signer
     needs: MemoryNeeds
     links: TokenLinks
-    holders: int  # a search keeps so many holders of each fragment; fewer if the scarcest fragment has fewer
+    least_holders: int  # a search keeps so many holders of each fragment; fewer if the scarcest fragment has fewer
     seed: int
     chance: Random
     roster: RosterAges = field(repr=False, compare=False)
@@ -327,7 +327,7 @@ class SwarmPlans:
         has_new, self._has_new = self._has_new, False
         change = self.search.begin(members) if searches or (has_new and self.search.at is None) else ""
         self._pending = PendingEvaluation(self._number, proposals, dict(members), change, searches)
-        task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.holders)
+        task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.least_holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 

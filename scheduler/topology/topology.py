@@ -1,47 +1,35 @@
 """Describe a swarm's devices and links as arrays, read from a topology file (`load`) or from measured profiles.
 
-A file lists its N peers either one by one (`peers`) or by region (`regions`), and its links either as matrices or as
-`inside`, `across` and `links`:
-
-    peers: [{id, region, device, memory_gb, tflops}, ...]        one entry per peer
-    regions: {Oregon: {count: 8, device: V100, memory_gb: 16, tflops: 112}, ...}
-                                                                 both forms may have up_gbps and down_gbps, per peer,
-                                                                 and layers: {embedding: {forward_us, backward_us,
-                                                                 activation_kb, state_mb}, block: ..., head: ...}
-    delay_ms, bandwidth_gbps: N x N                              one way, in the order of the peers
-    inside: {delay_ms, bandwidth_gbps}                           link between two peers of one region
-    across: {delay_ms, bandwidth_gbps}                           link between two regions that are not in `links`
-    links: [{between: [Oregon, Ohio], delay_ms: 49, bandwidth_gbps: 1.10}, ...]
-                                                                 each link may have `loss`, the share of lost packets
-    sites: {Oregon: {up_gbps: 1, down_gbps: 1}, ...}             link that all peers of a region share to other regions
-    based_on: ten-cities                                         takes `inside` and `links` from this other topology
-    workload: {stages, replicas, gradient_gbytes, activation_gbytes, tokens}     optional, as each of its fields
-
-A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s, bytes and FLOP/s. A peer's
-uplink and downlink rates limit each of its links, and all its links together, and so do a site's rates for all links
-between its peers and other regions; `bandwidth` is the rate of a link while all other links are idle. `layers` says
-what one layer of each kind of the planned model takes on the device of a peer: microseconds and kB for a token, and MB.
+topology_file.py shows the form of a file. A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in
+seconds, bytes/s, bytes and FLOP/s. A peer's uplink and downlink rates limit each of its links, and all its links
+together, and so do a site's rates for all links between its peers and other regions; `bandwidth` is the rate of a link
+while all other links are idle.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from decentral.core import foreign_file, own_yaml
 from decentral.core.errors import UserError
-from decentral.core.layer_work import UNMEASURED, KindCost, KindCosts
+from decentral.core.layer_work import UNMEASURED, KindCosts
 from decentral.core.near_names import listed
 from decentral.core.strict_json import JsonFields
 from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.topology_file import (
+    PeerForm,
+    TopologyFile,
+    WorkloadForm,
+    find,
+    read,
+    require,
+    validated,
+)
 
-MAX_FILE_BYTES = 256 * 1024 * 1024  # larger files are refused unread; the two matrices of 4,096 peers fit
 MOST_TOPOLOGY_PEERS = 4096  # a file with more peers is refused, because each N x N array would take over 128 MiB
 GBIT = 1e9 / 8
 
@@ -145,8 +133,8 @@ def load(path: str | Path) -> Topology:
     Raises:
         UserError: If there is no such file, or it is not a valid topology.
     """
-    source = _find(Path(path))
-    return parse(_read(source), source)
+    source = find(Path(path))
+    return parse(read(source), source)
 
 
 def parse(tree: Any, source: Path | None = None) -> Topology:
@@ -159,23 +147,23 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     Raises:
         UserError: If the tree is not a valid topology.
     """
-    spec = _validated(tree)
+    spec = validated(tree)
     if spec.based_on is not None:
-        base = _validated(_read(_find(Path(spec.based_on), beside=source)))
+        base = validated(read(find(Path(spec.based_on), beside=source)))
         spec = spec.model_copy(update={"inside": spec.inside or base.inside, "links": [*base.links, *spec.links]})
     count = len(spec.peers) or sum(group.count for group in spec.regions.values())
-    _require(count <= MOST_TOPOLOGY_PEERS, f"a swarm of at most {MOST_TOPOLOGY_PEERS} peers", f"{count}")
+    require(count <= MOST_TOPOLOGY_PEERS, f"a swarm of at most {MOST_TOPOLOGY_PEERS} peers", f"{count}")
     peers = spec.peers or [peer for name, group in spec.regions.items() for peer in group.peers(name)]
-    _require(len(peers) >= 2, f"a swarm of at least 2 peers; the file has {len(peers)}")
+    require(len(peers) >= 2, f"a swarm of at least 2 peers; the file has {len(peers)}")
     ids = tuple(peer.id for peer in peers)
-    _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
+    require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
     matrices = _matrices(spec, [peer.region for peer in peers])
     known = {peer.region for peer in peers}
     unknown = next((region for region in spec.sites if region not in known), None)
     if unknown is not None:
         raise UserError(f"topology: sites name an unknown region {unknown}; known: {listed(unknown, sorted(known))}")
     sites = tuple(Site(region, site.up_gbps * GBIT, site.down_gbps * GBIT) for region, site in spec.sites.items())
-    return _topology(peers, matrices, spec.workload.workload() if spec.workload else None, sites)
+    return _topology(peers, matrices, _workload(spec.workload) if spec.workload else None, sites)
 
 
 def topology_from_profiles(
@@ -197,7 +185,7 @@ def topology_from_profiles(
         UserError: If there are fewer than two peers.
     """
     ids = sorted(profiles)
-    _require(len(ids) >= 2, f"a swarm of at least 2 peers; it has {len(ids)}")
+    require(len(ids) >= 2, f"a swarm of at least 2 peers; it has {len(ids)}")
     up = np.array([float(profiles[i].get("up") or 12.5e6) for i in ids])
     down = np.array([float(profiles[i].get("down") or 12.5e6) for i in ids])
     latency = np.array([float(profiles[i].get("latency_s") or 0.05) for i in ids])
@@ -209,7 +197,7 @@ def topology_from_profiles(
             bandwidth[index[sender], index[receiver]] = rate
     up, down = np.maximum(up, bandwidth.max(axis=1)), np.maximum(down, bandwidth.max(axis=0))
     peers = [
-        _Peer(
+        PeerForm(
             id=name,
             region=str(profiles[name].get("region") or "unknown"),
             device=str(profiles[name].get("device") or "unknown"),
@@ -224,126 +212,11 @@ def topology_from_profiles(
     return replace(found, costs=tuple(costs.get(name, UNMEASURED) for name in ids)) if costs else found
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def _workload(form: WorkloadForm) -> Workload:
+    return Workload(form.stages, form.replicas, form.gradient_gbytes, form.activation_gbytes, form.tokens)
 
 
-class _Link(_Strict):
-    delay_ms: Annotated[float, Field(ge=0, lt=1e7)]
-    bandwidth_gbps: Annotated[float, Field(gt=0)]
-    loss: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
-
-class _RegionLink(_Link):
-    between: tuple[str, str]
-
-
-class _Rates(_Strict):
-    up_gbps: Annotated[float, Field(gt=0)] = np.inf
-    down_gbps: Annotated[float, Field(gt=0)] = np.inf
-
-
-class _Layer(_Strict):
-    forward_us: Annotated[float, Field(ge=1e-6, le=1e10)]
-    backward_us: Annotated[float, Field(ge=1e-6, le=1e10)]
-    activation_kb: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
-    state_mb: Annotated[float, Field(ge=0, lt=1e9)] = 0.0
-
-    def cost(self) -> KindCost:
-        activation_bytes, state_bytes = round(self.activation_kb * 1e3), round(self.state_mb * 1e6)
-        return KindCost(self.forward_us / 1e6, self.backward_us / 1e6, activation_bytes, state_bytes)
-
-
-class _Layers(_Strict):
-    embedding: _Layer | None = None
-    block: _Layer | None = None
-    head: _Layer | None = None
-
-    def costs(self) -> KindCosts:
-        embedding, block, head = (one.cost() if one else None for one in (self.embedding, self.block, self.head))
-        return KindCosts(embedding, block, head)
-
-
-class _Device(_Rates):
-    device: str = "unknown"
-    memory_gb: Annotated[float, Field(ge=0)] = 0.0
-    tflops: Annotated[float, Field(ge=0)] = 0.0
-    layers: _Layers | None = None
-
-
-class _Peer(_Device):
-    id: str
-    region: str = "unknown"
-
-
-class _Group(_Device):
-    count: Annotated[int, Field(ge=0)] = 1
-
-    def peers(self, region: str) -> list[_Peer]:
-        shared = {**self.model_dump(exclude={"count"}), "region": region}
-        return [_Peer.model_validate({**shared, "id": f"{region}-{i}"}) for i in range(self.count)]
-
-
-class _WorkloadFields(_Strict):
-    stages: Annotated[int, Field(gt=0)] | None = None
-    replicas: Annotated[int, Field(gt=0)] | None = None
-    gradient_gbytes: Annotated[float, Field(ge=0)] = 0.65
-    activation_gbytes: Annotated[float, Field(ge=0)] = 0.47124928
-    tokens: Annotated[float, Field(gt=0)] | None = None
-
-    def workload(self) -> Workload:
-        return Workload(self.stages, self.replicas, self.gradient_gbytes, self.activation_gbytes, self.tokens)
-
-
-class _File(_Strict):
-    peers: list[_Peer] = []
-    regions: dict[str, _Group] = {}
-    inside: _Link | None = None
-    across: _Link | None = None
-    links: list[_RegionLink] = []
-    sites: dict[str, _Rates] = {}
-    based_on: str | None = None
-    delay_ms: list[list[float]] | None = None
-    bandwidth_gbps: list[list[float]] | None = None
-    loss: list[list[float]] | None = None
-    workload: _WorkloadFields | None = None
-
-
-def _find(path: Path, beside: Path | None = None) -> Path:
-    """Return the first existing file: `path`, `path`.yaml in the folder of `beside`, or the shipped topology `path`."""
-    shipped = Path(str(files("decentral.configs") / "topologies"))
-    tried = [path, *([beside.parent / f"{path}.yaml"] if beside else []), shipped / f"{path}.yaml"]
-    for candidate in tried:
-        if candidate.is_file():
-            return candidate
-    names = listed(str(path), sorted(file.stem for file in shipped.glob("*.yaml")))
-    raise UserError(f"topology: no file {path}; name a topology file or a shipped topology: {names}")
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = foreign_file.read_text(path, MAX_FILE_BYTES)
-        return json.loads(text) if path.suffix == ".json" else own_yaml.tree(text, f"topology: {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"topology: cannot read {path} ({getattr(error, 'strerror', error)})") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"topology: {path} is not valid JSON") from None
-
-
-def _validated(tree: Any) -> _File:
-    _require(isinstance(tree, dict), "a mapping with peers or regions", type(tree).__name__)
-    try:
-        return _File.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise UserError(f"topology: unknown key {key}; known: {listed(key, _File.model_fields)}") from None
-        expected = first["msg"].removeprefix("Input should be ")
-        raise UserError(f"topology: {key} must be {expected}; it is {str(first['input'])[:60]}") from None
-
-
-def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats, Floats]:
+def _matrices(spec: TopologyFile, regions: list[str]) -> tuple[Floats, Floats, Floats]:
     """Return delay (seconds), bandwidth (bytes/s) and loss (share of packets) between peers, each N x N."""
     count = len(regions)
     if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
@@ -363,18 +236,18 @@ def _full(name: str, rows: list[list[float]], count: int) -> Floats:
     """Return a matrix of the file as a count x count array; raise UserError if its shape or a value is not valid."""
     shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
     square = len(rows) == count and all(len(row) == count for row in rows)
-    _require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
+    require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
     matrix = np.array(rows, dtype=np.float64)
     off = ~np.eye(count, dtype=bool)
     sign = {"delay_ms": "at least 0", "bandwidth_gbps": "above 0", "loss": "at least 0 and below 1"}[name]
     above = matrix[off] > 0 if name == "bandwidth_gbps" else matrix[off] >= 0
     good = np.isfinite(matrix[off]) & above & ((matrix[off] < 1) | (name != "loss"))
     worst = np.argwhere(off)[int(np.argmin(good))]
-    _require(bool(good.all()), f"{name} {sign} between peers", f"{matrix[tuple(worst)]} at {tuple(map(int, worst))}")
+    require(bool(good.all()), f"{name} {sign} between peers", f"{matrix[tuple(worst)]} at {tuple(map(int, worst))}")
     return matrix
 
 
-def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, Floats, Floats]:
+def _by_region(spec: TopologyFile, names: list[str], region_N: Ints) -> tuple[Floats, Floats, Floats]:
     """Return delay (s), bandwidth (bytes/s) and loss of links, N x N each; raise UserError if a link is missing."""
     count = len(names)
     default = spec.across
@@ -405,7 +278,7 @@ def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, F
 
 
 def _topology(
-    peers: Sequence[_Peer],
+    peers: Sequence[PeerForm],
     matrices: tuple[Floats, Floats, Floats],
     workload: Workload | None,
     sites: tuple[Site, ...] = (),
@@ -441,8 +314,3 @@ def _topology(
         sites=sites,
         costs=costs if any(peer.layers for peer in peers) else (),
     )
-
-
-def _require(condition: bool, expected: str, came: str = "") -> None:
-    if not condition:
-        raise UserError(f"topology: expected {expected}" + (f"; got {came}" if came else ""))

@@ -18,7 +18,7 @@ from decentral.core.journal.file import Journal
 from decentral.core.peer_folders import identity
 from decentral.data import token_file, tokenizer
 from decentral.engine import checkpoint
-from decentral.engine.checkpoint import MicroBatchNumbers
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.model import families
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup import invitation_files

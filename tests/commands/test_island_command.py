@@ -180,7 +180,7 @@ def test_what_cannot_be_divided_is_said(split: Split, keys: list[str], said: str
 
 
 def test_devices_do_not_divide_a_model_whose_optimizer_has_no_divided_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "muon", replace(OPTIMIZERS["muon"], divides=False))
+    monkeypatch.setitem(OPTIMIZERS, "muon", replace(OPTIMIZERS["muon"], sharded=""))
     with pytest.raises(UserError, match=r"with train\.optimizer muon each device of a peer holds the whole model"):
         chosen(COPY_BYTES // 2)
 

@@ -72,7 +72,7 @@ def test_a_checkpoint_is_not_drawn_over(setup_of: MakeSetup) -> None:
 
 def test_memory_that_was_touched_while_a_newcomer_waited_changes_nothing(setup_of: MakeSetup) -> None:
     donor, first, second = Compute(setup_of()), expectant(setup_of()), expectant(setup_of())
-    first.span.touch_memory()
+    first.span.map_memory()
     for newcomer in (first, second):
         assert newcomer.do(jobs.ImportState(tuple(states(donor)), 1)) == jobs.StateImported(True)
         newcomer.do(jobs.Start(True))
@@ -83,7 +83,7 @@ def test_memory_that_was_touched_while_a_newcomer_waited_changes_nothing(setup_o
 def test_weights_that_are_there_are_not_touched(setup_of: MakeSetup) -> None:
     compute = Compute(setup_of())
     before = weights(compute)
-    compute.span.touch_memory()
+    compute.span.map_memory()
     assert all(map(torch.equal, weights(compute), before))
 
 

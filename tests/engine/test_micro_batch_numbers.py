@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.engine.checkpoint import ELSEWHERE, RESERVED, MicroBatchNumbers
 from decentral.engine.micro_batch_names import SPACE, MicroBatchNames
+from decentral.engine.micro_batch_numbers import ELSEWHERE, RESERVED, MicroBatchNumbers
 
 
 class Disk:

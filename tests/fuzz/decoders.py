@@ -20,7 +20,7 @@ from hivemind.dht.validation import DHTRecord
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip import update_rules
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, TorchKernels
+from decentral.comm.gossip.outer_kernels import TorchKernels
 from decentral.comm.gossip.snapshots import TokenClaims
 from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
 from decentral.comm.pipeline import activations
@@ -35,7 +35,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.core.journal import file as journal
 from decentral.core.plain_text import plain_text
-from decentral.engine import checkpoint, gossip_jobs
+from decentral.engine import checkpoint, gossip_jobs, micro_batch_numbers
 from decentral.engine.step import Device
 from decentral.peers.joining.fetch import Incoming
 from decentral.peers.membership import records
@@ -202,12 +202,12 @@ def section(data: bytes) -> None:
     name, blob = CODECS[choice], data[3:]
     by_formula = refused(lambda data: blockwise.decode_by_formula(name, data, elements), blob)
     assert refused(lambda data: blockwise.decode(name, data, elements), blob) == by_formula
-    if name in SHORTER_CODECS:
+    if name in blockwise.SHORTER_CODECS:
         assert refused(lambda data: _decode_through_q4(name, data, elements), blob) == by_formula
     values = blockwise.decode(name, memoryview(bytearray(blob)), elements)
     assert torch.isfinite(values).all()
     assert torch.equal(values, blockwise.decode_by_formula(name, blob, elements))
-    if name in SHORTER_CODECS:
+    if name in blockwise.SHORTER_CODECS:
         assert torch.equal(values, _decode_through_q4(name, blob, elements))
 
 
@@ -264,7 +264,7 @@ def token_claim(data: bytes) -> None:
     claims = TokenClaims()
     for tokens, speed, now in struct.iter_unpack(">Qdd", data[: len(data) // 24 * 24]):
         if tokens < 1 << 62 and 0 <= speed < 1e18 and 0 <= now < 1e11:
-            assert 0 <= claims.believed(PeerId("B"), tokens, speed, now) <= tokens
+            assert 0 <= claims.covered(PeerId("B"), tokens, speed, now) <= tokens
 
 
 # HTTP
@@ -339,7 +339,7 @@ def retained_file(data: bytes) -> None:
 
 def position_file(data: bytes) -> None:
     written("position.json", data)
-    assert checkpoint.MicroBatchNumbers.of(folder()).reserved >= 0
+    assert micro_batch_numbers.MicroBatchNumbers.of(folder()).reserved >= 0
 
 
 def run_file(data: bytes) -> None:
@@ -467,7 +467,7 @@ DECODERS: dict[str, Decoder] = {
             "serving.openai_requests.parsed",
         ),
     ),
-    "token_claim": Decoder(token_claim, ("comm.gossip.snapshots.believed",)),
+    "token_claim": Decoder(token_claim, ("comm.gossip.snapshots.covered",)),
     "journal_file": Decoder(
         journal_file,
         (
@@ -481,7 +481,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "checkpoint_file": Decoder(checkpoint_file, ("engine.checkpoint.read", "engine.checkpoint._read"), 1 << 14),
     "retained_file": Decoder(retained_file, ("engine.checkpoint._facts", "engine.checkpoint.read")),
-    "position_file": Decoder(position_file, ("engine.checkpoint.of",), 64),
+    "position_file": Decoder(position_file, ("engine.micro_batch_numbers.of",), 64),
     "run_file": Decoder(
         run_file, ("peers.startup.state.read_run", "peers.startup.state._read", "view.page.sources.facts")
     ),
@@ -505,12 +505,12 @@ DECODERS: dict[str, Decoder] = {
         topology_file,
         (
             "scheduler.topology.topology.load",
-            "scheduler.topology.topology._read",
-            "scheduler.topology.topology._validated",
+            "scheduler.topology.topology_file.read",
+            "scheduler.topology.topology_file.validated",
             "scheduler.topology.topology._matrices",
             "scheduler.topology.topology._by_region",
-            "scheduler.topology.topology._require",
-            "scheduler.topology.topology._find",
+            "scheduler.topology.topology_file.require",
+            "scheduler.topology.topology_file.find",
         ),
     ),
     "trace_file": Decoder(trace_file, ("sim.faults.trace",)),

@@ -53,7 +53,7 @@ def test_compiled_training_runs_and_learns(setup_of: MakeSetup) -> None:
     assert after(compute, 40) < before - 1.0
 
 
-@pytest.mark.parametrize("codec", ["q1", "sparse", "q4", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("codec", blockwise.CODECS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e30])
 def test_the_bytes_from_cuda_are_those_from_the_cpu(codec: str, scale: float) -> None:
     values = scale * torch.randn(100_001, generator=torch.Generator().manual_seed(0))
@@ -139,7 +139,7 @@ def test_a_peer_with_a_gpu_and_cupy_gets_cuda_kernels(kernels: OuterKernels) -> 
     assert reason == "CUDA, proven against torch"
 
 
-@pytest.mark.parametrize("code", ["q4", "q1", "sparse"])
+@pytest.mark.parametrize("code", ["q4", *blockwise.SHORTER_CODECS])
 def test_a_snapshot_on_the_device_closes_as_one_in_host_memory(kernels: OuterKernels, code: str) -> None:
     """Its values are written in training's stream just before."""
     n, on_device = 10_001, torch.zeros(10_001, device="cuda")

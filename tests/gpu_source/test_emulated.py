@@ -40,7 +40,7 @@ def test_the_peers_own_proof_holds(emulated: Any) -> None:
     prove(emulated)
 
 
-@pytest.mark.parametrize("code", ["q4", "q1", "sparse"])
+@pytest.mark.parametrize("code", ["q4", *blockwise.SHORTER_CODECS])
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_a_window_closes_with_the_same_bytes_and_the_same_residual(emulated: Any, numbers: str, code: str) -> None:
     for size in SIZES:

@@ -17,7 +17,7 @@ def without_defences(replace: Replace) -> None:
     replace(pull_rule, "PartnerHistory", no_history)
     replace(influence, "token_shares", believed_shares)
     replace(influence, "explained_tokens", lambda length, own, own_length: math.inf)
-    replace(TokenClaims, "believed", lambda self, peer, tokens, tokens_per_s, now: tokens)
+    replace(TokenClaims, "covered", lambda self, peer, tokens, tokens_per_s, now: tokens)
 
 
 def believed_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -> list[float]:

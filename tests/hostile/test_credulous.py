@@ -14,7 +14,7 @@ LIAR = PeerId("liar")
 
 def share_of_a_liar() -> float:
     """Of a merge with a partner that claims a thousand times our tokens, and whose direction nobody trusts."""
-    claimed = TokenClaims().believed(LIAR, 100_000, 1.0, 1.0)
+    claimed = TokenClaims().covered(LIAR, 100_000, 1.0, 1.0)
     (share,) = influence.token_shares(100, [claimed], [0.0])
     return share
 

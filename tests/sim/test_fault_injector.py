@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import pytest
 
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Snapshot
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.journal.events import (
@@ -339,6 +341,24 @@ def test_a_byzantine_peer_is_caught_and_does_no_harm(how: str) -> None:
     failed = [line for line in faulty.said(ExchangeLine, since=30, until=60) if line.outcome == "failed"]
     assert {line.reason for line in failed if line.partner == faulty[2].peer} & CAUGHT[how]
     faulty.settle()
+
+
+def test_each_lie_in_the_list_is_known_and_another_is_an_error() -> None:
+    faulty, told = FaultySwarm("lie 1 corrupted at 5 for 30", peers=2), list[tuple[PeerId, Envelope]]()
+
+    def keep(member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
+        told.append((asker, envelope))
+        return envelope
+
+    faulty.swarm.falsify(keep)
+    faulty.play(15.0)
+    asker, honest = next(one for one in told if isinstance(one[1].message, Snapshot))
+    for how in faults.ALL_LIES:
+        faulty[1].lie(how)
+        faulty.injector.byzantine_answer(faulty[1], asker, honest)
+    faulty[1].lie("forgotten")
+    with pytest.raises(AssertionError, match="no code tells the lie 'forgotten'"):
+        faulty.injector.byzantine_answer(faulty[1], asker, honest)
 
 
 def test_a_byzantine_peer_that_exaggerates_moves_the_others_by_a_bounded_amount() -> None:

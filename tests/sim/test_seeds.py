@@ -16,7 +16,7 @@ from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.pipeline import ledger
 from decentral.comm.wire import blobs
 from decentral.core.units import Seconds
-from decentral.engine import checkpoint
+from decentral.engine import micro_batch_numbers
 from decentral.scheduler.placement import move, plans
 from decentral.sim import sweep
 from decentral.sim.invariants import routes
@@ -172,7 +172,7 @@ def no_aborts(off: Switch) -> None:
 
 def no_reserved_numbers(off: Switch) -> None:
     """A peer that restarts from an old checkpoint gives micro-batch numbers out again."""
-    off.setattr(checkpoint.MicroBatchNumbers, "take", lambda own, wished: wished)
+    off.setattr(micro_batch_numbers.MicroBatchNumbers, "take", lambda own, wished: wished)
 
 
 def no_others_plans(off: Switch) -> None:

@@ -20,16 +20,19 @@ from decentral.core.journal.file import Journal, read
 from decentral.core.journal.lines import JOURNAL_LINES, recorded
 from decentral.view import event_hooks
 from decentral.view.event_hooks import (
-    HOOK_KINDS,
-    MESSAGE_BYTES,
     QUEUED_MESSAGES,
     CommandHook,
     HookedJournal,
-    HookMessage,
     Hooks,
     HookThread,
-    Messages,
     hooks_running,
+)
+from decentral.view.hook_messages import (
+    HOOK_KINDS,
+    MESSAGE_BYTES,
+    MESSAGE_CHARS,
+    HookMessage,
+    Messages,
     kind_of,
     kinds_of,
 )
@@ -324,7 +327,7 @@ def test_a_name_that_somebody_chose_mentions_nobody_and_makes_no_link_in_a_chat(
 def test_a_name_with_escapes_and_a_reason_of_any_length_become_a_bounded_printable_message() -> None:
     found = message("peer_lost", reason="\x1b[2J" + "x" * 60_000)
     assert found.text.isprintable()
-    assert len(found.text) <= event_hooks.MESSAGE_CHARS
+    assert len(found.text) <= MESSAGE_CHARS
     packed = found.packed()
     assert len(packed) <= MESSAGE_BYTES
     assert json.loads(packed)["details"] == {}

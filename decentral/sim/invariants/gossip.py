@@ -94,7 +94,7 @@ class GossipAudit:
         exchange = node.gossip.running.get(fragment)
         if exchange is None or exchange.blocking:
             return
-        period_s = exchange.context.period_s(exchange.size)
+        period_s = exchange.context.period_s(exchange.usual_answer_bytes)
         limit_s = node.setup.start.times.max_age_s + ENOUGH_PERIODS * period_s
         limit_s += self.evidence.skew_s() + SLACK_S + slowest_step_s(host)
         for one in contributions:

@@ -11,7 +11,8 @@ from decentral.core.journal import events
 from decentral.core.journal.events import JournalEvent
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
-from decentral.view.event_hooks import NAMES_KEPT, Hooks
+from decentral.view.event_hooks import Hooks
+from decentral.view.hook_messages import NAMES_KEPT
 from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine, Told
 
 HERE, GONE = "here", "gone"

@@ -15,7 +15,7 @@ from decentral.comm.codecs import blockwise
 from decentral.core.errors import ProtocolError
 
 BLOCKWISE = {"q4": (128, 7), "int8": (256, 127)}
-CODECS = ["q1", "sparse", "q4", "int8", "bf16", "fp32"]
+CODECS = [*blockwise.CODECS]
 
 Number = st.floats(min_value=2**-100, max_value=2**100, width=32) | st.sampled_from([0.0, 1.0, 7.0, 127.0])
 Vectors = st.lists(st.tuples(Number, st.sampled_from([1.0, -1.0])), min_size=1, max_size=40).flatmap(

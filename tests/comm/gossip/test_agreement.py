@@ -8,7 +8,6 @@ from torch import Tensor
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip import influence, trust
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS
 from decentral.comm.gossip.trust import Agreement, WindowSample
 from decentral.core import rng
 from decentral.core.ids import PeerId
@@ -67,13 +66,13 @@ def test_honest_peers_count_whole_however_little_a_window_agrees(windows: int) -
     assert trust_of(None, windows) == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 @pytest.mark.parametrize("windows", [1, 2, 5, 30])
 def test_honest_peers_count_whole_where_few_bits_are_sent(windows: int, code: str) -> None:
     assert trust_of(None, windows, code) == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 @pytest.mark.parametrize("lie", ["flipped", "opposed", "little", "drift"])
 def test_a_liar_counts_for_little_where_few_bits_are_sent(lie: str, code: str) -> None:
     *honest, liar = trust_of(LIES[lie], code=code)

@@ -189,6 +189,6 @@ def test_a_copy_under_noise_has_a_smaller_share_of_a_merge_than_an_honest_window
         ]
         history.experience.closed(float(ours.norm()))
         own = Window(1000, 5 * number), ours.numpy().tobytes()
-        claims, trust, _ = history.believed(own, pulled, 1.0, read)
+        claims, trust, _ = history.judged(own, pulled, 1.0, read)
         shares = token_shares(1000, claims, trust)
     assert shares[2] < 0.75 * shares[1]

@@ -9,7 +9,6 @@ from torch import Tensor
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip import influence
 from decentral.comm.gossip.influence import Deviations
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS
 from decentral.core import rng
 from decentral.core.ids import PeerId
 
@@ -64,14 +63,14 @@ def little(honest: list[Tensor], number: int) -> Tensor:
     return stacked.mean(dim=0) - stacked.std(dim=0)
 
 
-@pytest.mark.parametrize("code", ["", *SHORTER_CODECS])
+@pytest.mark.parametrize("code", ["", *blockwise.SHORTER_CODECS])
 def test_a_little_is_not_enough(code: str) -> None:
     counted = [one[-1] for one in Swarm(little, code=code).after(WINDOWS)[3 * influence.PERIOD_WINDOWS :]]
     assert max(counted) < (0.6 if code == "sparse" else 0.1)
     assert sum(counted) / len(counted) < 0.2
 
 
-@pytest.mark.parametrize("code", ["", *SHORTER_CODECS])
+@pytest.mark.parametrize("code", ["", *blockwise.SHORTER_CODECS])
 def test_honest_peers_count_whole_beside_a_liar_and_without_one(code: str) -> None:
     for lie in (None, little):
         honest = [part for one in Swarm(lie, code=code).after(WINDOWS) for part in one[:3]]

@@ -16,7 +16,7 @@ from decentral.comm.codecs import blockwise, compiled_blocks, compiled_sparse
 from decentral.comm.gossip.influence import token_weights
 from decentral.comm.gossip.kernel_choice import Disagreement, Formulas, best_kernels, first_proven, prove
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, OuterKernels, OuterVectors, TorchKernels, Weighted
+from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, TorchKernels, Weighted
 from decentral.core.errors import ProtocolError
 from decentral.sim.surrogate_model import SyntheticCodecs
 
@@ -84,7 +84,7 @@ def test_any_finite_window_closes_as_in_torch(patterns: list[int], n: int) -> No
     assert closed(KERNELS[1], snapshot, baseline, residual) == closed(REFERENCE, snapshot, baseline, residual)
 
 
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 @given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700) | st.just(9001))
 def test_a_window_closes_to_a_shorter_code_as_in_torch(code: str, seed: int, exponent: int, n: int) -> None:
     vectors = [random(n, seed + k, exponent - 3) for k in range(3)]
@@ -104,7 +104,7 @@ def test_a_sparse_window_closes_as_in_torch_however_unlike_its_chunks_are() -> N
     assert published(KERNELS[1], "sparse", *vectors) == published(REFERENCE, "sparse", *vectors)
 
 
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 @given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700) | st.just(9001))
 def test_a_shorter_code_becomes_q4_and_itself_again_and_says_the_same(
     code: str, seed: int, exponent: int, n: int
@@ -116,7 +116,7 @@ def test_a_shorter_code_becomes_q4_and_itself_again_and_says_the_same(
         assert torch.equal(blockwise.decode("q4", wide, n), blockwise.decode(code, blob, n))
 
 
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 @given(
     n=st.integers(1, 300) | st.just(4200),
     damage=st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), min_size=1, max_size=3),
@@ -133,7 +133,7 @@ def test_a_damaged_blob_of_a_shorter_code_is_widened_or_refused_as_by_the_formul
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_blob_of_another_size_is_not_widened(kernels: OuterKernels, code: str, change: int) -> None:
     blob = blockwise.encode(code, torch.ones(300))

@@ -13,7 +13,7 @@ from benchmarks import outer_step
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Packer, unpack
 from decentral.comm.gossip import pull_rule, update_rules
-from decentral.comm.gossip.outer_kernels import SHORTER_CODECS, TorchKernels, rho_of
+from decentral.comm.gossip.outer_kernels import TorchKernels, rho_of
 from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT, UNSENT_KEPT, PullRule
 from decentral.comm.gossip.update_rules import Correction, RuleTools, UpdateRule
 from decentral.core import config
@@ -243,7 +243,7 @@ def test_a_pull_is_the_outer_step_of_the_formulas(light: bool, late_steps: int) 
         assert torch.allclose(ours.live.theta, before + expected.correction, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("code", SHORTER_CODECS)
+@pytest.mark.parametrize("code", blockwise.SHORTER_CODECS)
 def test_what_is_on_the_wire_is_what_partners_and_we_merge(code: str) -> None:
     ours, theirs = Replica("pull", "A", code=code), Replica("pull", "B", code=code)
     for seed, one in enumerate((ours, theirs)):
@@ -301,7 +301,7 @@ def test_a_merge_leaves_a_part_of_what_a_sparse_window_keeps_back_in_the_live_we
     assert torch.allclose(one.state()["owed"], kept_back, rtol=0, atol=1e-6), "and all of it is owed"
 
 
-@pytest.mark.parametrize("code", ["q4", "q1", "sparse"])
+@pytest.mark.parametrize("code", ["q4", *blockwise.SHORTER_CODECS])
 def test_a_large_fragment_keeps_no_baseline_between_windows_and_owes_what_it_has_not_published(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

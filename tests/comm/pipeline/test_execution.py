@@ -22,7 +22,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from tests.comm.pipeline.route_world import RUN, World, cuts_of, layout
 
-FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
+FORWARD, AWAY, BACKWARD, IN_DOUBT, GONE, ENDED = ExecutionState
 
 
 def execution(state: ExecutionState = FORWARD) -> OwnExecution:
@@ -35,10 +35,10 @@ def execution(state: ExecutionState = FORWARD) -> OwnExecution:
 @pytest.mark.parametrize(
     ("events", "states"),
     [
-        ("SENT_ON GRADIENT_CAME COMPUTED DECIDED", (AWAY, BACKWARD, HELD, ENDED)),
+        ("SENT_ON GRADIENT_CAME COMPUTED DECIDED", (AWAY, BACKWARD, IN_DOUBT, ENDED)),
         ("SENT_ON SENT_ON GRADIENT_CAME SENT_ON", (AWAY, AWAY, BACKWARD, AWAY)),
         ("SENT_ON GRADIENT_CAME COMPLETED", (AWAY, BACKWARD, ENDED)),
-        ("COMPUTED DECIDED", (HELD, ENDED)),
+        ("COMPUTED DECIDED", (IN_DOUBT, ENDED)),
         ("GIVEN_UP_AT_WORK THREAD_DONE", (GONE, ENDED)),
         ("SENT_ON GRADIENT_CAME GIVEN_UP_AT_WORK THREAD_DONE", (AWAY, BACKWARD, GONE, ENDED)),
     ],
@@ -64,7 +64,7 @@ def test_what_the_table_does_not_have_raises_and_changes_nothing(before: Executi
 
 def test_an_execution_ends_from_every_state_and_never_comes_back() -> None:
     ends = {before for moves in TRANSITIONS.values() for before, after in moves.items() if after is ENDED}
-    assert ends == {FORWARD, AWAY, BACKWARD, HELD, GONE}
+    assert ends == {FORWARD, AWAY, BACKWARD, IN_DOUBT, GONE}
     assert not any(ENDED in moves for moves in TRANSITIONS.values())
 
 

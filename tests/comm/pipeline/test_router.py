@@ -567,7 +567,7 @@ def test_executions_that_are_only_held_leave_their_memory_to_others_up_to_a_limi
 
 
 @pytest.mark.parametrize(
-    ("number", "stages"), [(7, [ExecutionState.HELD]), (8, [ExecutionState.HELD, ExecutionState.FORWARD])]
+    ("number", "stages"), [(7, [ExecutionState.IN_DOUBT]), (8, [ExecutionState.IN_DOUBT, ExecutionState.FORWARD])]
 )
 def test_what_is_held_of_a_micro_batch_does_not_keep_it_waiting_when_it_comes_by_another_route(
     number: int, stages: list[ExecutionState]

@@ -164,19 +164,19 @@ def test_hops_that_others_would_not_believe_are_not_taken_and_never_reported(hop
     done, loss = record.completed_micro_batches(MEMBERS, PeerId("A"), CUTS)
     contributions.check_report(replace(report(A, *done), loss=loss), MEMBERS, PeerId("A"), CUTS)
     assert ([one.number for one in done], loss) == ([1], 1.0)
-    assert record.believes(good, 1.0, 64)
-    assert not record.believes(hops, 1.0, 64)
+    assert record.accepts(good, 1.0, 64)
+    assert not record.accepts(hops, 1.0, 64)
 
 
 def test_a_fragment_is_not_cut_by_a_hop() -> None:
     record = contributions.ContributionRecord()
     record.begin(MEMBERS, (Fragment(0, 0, 2, 100), Fragment(1, 2, 4, 100)))
-    assert record.believes((Hop("B", 2, 4),), 1.0, 64)
-    assert not record.believes((Hop("C", 0, 3),), 1.0, 64)
+    assert record.accepts((Hop("B", 2, 4),), 1.0, 64)
+    assert not record.accepts((Hop("C", 0, 3),), 1.0, 64)
 
 
 def test_a_loss_that_no_report_can_carry_is_not_believed() -> None:
     """Two answers with a loss of 9e17 made a report that nobody could read."""
     record = contributions.ContributionRecord()
     record.begin(MEMBERS, CUTS)
-    assert not record.believes((Hop("B", 2, 4),), 9e17, 64)
+    assert not record.accepts((Hop("B", 2, 4),), 9e17, 64)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from decentral.comm.codecs import blockwise
 from decentral.commands.estimates import own_speed, sizes
 from decentral.commands.estimates.own_speed import OwnSpeed
 from decentral.commands.estimates.traffic import NUMBER_S
@@ -56,7 +57,7 @@ def test_a_window_of_gossip_is_timed_by_the_jobs_of_a_running_peer() -> None:
     assert briefly.number_s == 0
 
 
-@pytest.mark.parametrize("code", ["q4", "q1", "sparse"])
+@pytest.mark.parametrize("code", ["q4", *blockwise.SHORTER_CODECS])
 def test_windows_of_each_code_can_be_timed(code: str) -> None:
     shape = ["model.depth=1", "model.width=32", "model.vocabulary=256", "model.context=16", "train.micro_batch=1"]
     found = own_speed._timed(config.load(None, [*shape, f"gossip.code={code}"]), 0.0, 2)

@@ -18,7 +18,7 @@ from decentral.core.journal.file import Journal
 from decentral.core.layer_work import UNMEASURED
 from decentral.core.units import Measured
 from decentral.data.stream import Position, PositionFile, Windows
-from decentral.engine.checkpoint import MicroBatchNumbers
+from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup import invitation_files, state
 from decentral.peers.startup.invitation_files import FounderFile

@@ -12,7 +12,8 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.lines import Recorded
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.view.event_hooks import HookMessage, Hooks
+from decentral.view.event_hooks import Hooks
+from decentral.view.hook_messages import HookMessage
 from decentral.view.page.follow import PageFollower, SwarmTime
 from decentral.view.page.source_lines import MissedLine, PageEvent, RecordLine
 from decentral.view.page.sources import JournalFolder
