@@ -25,7 +25,7 @@ from decentral.core.units import KiB, MiB, Seconds
 # Our uplink is measured by this many last uploads to near peers, and as many to far ones: few, so that a slower uplink
 # shows in minutes.
 UPLOADS = 3
-NEAR_S = (
+LOCAL_S = (
     0.005  # peers with a lower latency are near: in our local network, which is often faster than our internet uplink
 )
 WARM_UP_BYTES = 256 * KiB  # an upload that is measured follows one of this size, so that slow start is over by then
@@ -211,7 +211,7 @@ class Meter:
 
     def is_near(self, peer: PeerId) -> bool:
         """Return whether the peer is in our local network, by its latency; False if the latency was not measured."""
-        return 0.0 < self._known_latency_s(peer) < NEAR_S
+        return 0.0 < self._known_latency_s(peer) < LOCAL_S
 
     def typical_up(self) -> float | None:
         """Return the mean rate at which we send to a peer, in bytes/s; None without uploads.

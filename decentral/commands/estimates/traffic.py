@@ -14,7 +14,7 @@ from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import whole_every
 from decentral.comm.gossip.gossip_cost import FASTEST_BYTES_PER_S, IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
-from decentral.comm.wire.meter import NEAR_S, WARM_UP_BYTES
+from decentral.comm.wire.meter import LOCAL_S, WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
@@ -116,7 +116,7 @@ def _typical_up(topology: Topology) -> Floats:
     """Return (N,) bytes/s: the mean rate at which each peer believes to send to a peer (`Meter.typical_up`)."""
     rate_NN = np.minimum(LOOPBACK_RATE, np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)))
     np.fill_diagonal(rate_NN, 0.0)
-    near_NN = topology.delay_s + topology.delay_s.T < NEAR_S
+    near_NN = topology.delay_s + topology.delay_s.T < LOCAL_S
     best_NN = np.zeros_like(rate_NN)
     for alike_NN in (near_NN, ~near_NN):
         best_NN[alike_NN] = np.broadcast_to((rate_NN * alike_NN).max(axis=1, keepdims=True), rate_NN.shape)[alike_NN]
