@@ -346,7 +346,7 @@ class SimulatedSwarm:
     def _falsified(self, member: SimulatedPeer, asker: PeerId, respond: Respond) -> Respond:
         if not member.byzantine:
             return respond
-        return lambda answer: respond(self._filter_answer(member, asker, answer))
+        return lambda answer: respond(self._filter_answer(member, asker, answer) if member.byzantine else answer)
 
     def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
         """Return the reachable peers of the member's address book; for a newcomer, at most one training peer."""
