@@ -14,6 +14,7 @@ Therefore late answers lengthen the next deadlines until answers come in time, a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
@@ -25,9 +26,9 @@ from decentral.core.units import KiB, MiB, Seconds
 # Our uplink is measured by this many last uploads to near peers, and as many to far ones: few, so that a slower uplink
 # shows in minutes.
 UPLOADS = 3
-LOCAL_S = (
-    0.005  # peers with a lower latency are near: in our local network, which is often faster than our internet uplink
-)
+# Peers with a lower latency count as near: in our local network, which is often faster than our internet uplink.
+LOCAL_S = 0.01
+RECENT_LINKS = 256  # `typical_up` is a mean over this many links: those with the latest answers
 WARM_UP_BYTES = 256 * KiB  # an upload that is measured follows one of this size, so that slow start is over by then
 LIMITED = 1.5  # a link's rate limited an upload if it took more than this many times as long as TCP slow start alone
 FAST = 20e6  # bytes/s; a faster uplink counts as unlimited: the paths to single peers are usually slower
@@ -100,6 +101,7 @@ class Link:
     latencies: list[Seconds] = field(default_factory=list)  # for each of the last answers, the time to its first byte
     late: int = 0  # late answers in a row, up to MOST_LATE; they lengthen deadlines, and answers in time lower `late`
     latency_s: Seconds | None = None  # the shortest of `latencies`; None before the first answer
+    left: bool = False  # whether the peer has left the swarm since its last answer
 
     def answered(self, first_byte_s: Seconds) -> None:
         """Record the time from a question to the first byte of its answer."""
@@ -163,6 +165,7 @@ class Meter:
             received: Bytes of the answer.
         """
         link = self._link(peer)
+        link.left = False
         if sent < LARGE:
             link.answered(first_byte_s)
         large = max(sent, received) >= LARGE
@@ -177,9 +180,10 @@ class Meter:
             upload = Upload(peer, sent, seconds)
             link.uploaded(upload, latency_s)
             self.uploads.append(upload)
-            alike = [one for one in self.uploads if self.is_near(one.peer) == self.is_near(peer)]
-            if len(alike) > UPLOADS:
-                self.uploads.remove(alike[0])
+            for near in (True, False):
+                alike = [one for one in self.uploads if self.is_near(one.peer) == near]
+                for old in alike[:-UPLOADS]:
+                    self.uploads.remove(old)
 
     def missed(self, peer: PeerId) -> None:
         """Record that an answer of this peer did not come in time, which lengthens the next deadlines."""
@@ -211,7 +215,8 @@ class Meter:
 
     def is_near(self, peer: PeerId) -> bool:
         """Return whether the peer is in our local network, by its latency; False if the latency was not measured."""
-        return 0.0 < self._known_latency_s(peer) < LOCAL_S
+        known = self.links[peer].latency_s if peer in self.links else None
+        return known is not None and known < LOCAL_S
 
     def typical_up(self) -> float | None:
         """Return the mean rate at which we send to a peer, in bytes/s; None without uploads.
@@ -245,8 +250,16 @@ class Meter:
         far = max((rate for rate, peer in uploads if not self.is_near(peer)), default=0.0)
         if not near or not far:
             return near or far or None
-        count = sum(map(self.is_near, self.links))
-        return len(self.links) / (count / near + (len(self.links) - count) / far)
+        here = (peer for peer, link in reversed(self.links.items()) if not link.left)
+        recent = list(islice(here, RECENT_LINKS))
+        count = sum(map(self.is_near, recent))
+        return len(recent) / (count / near + (len(recent) - count) / far)
+
+    def left(self, peer: PeerId) -> None:
+        """Leave a peer out of `typical_up` because it has left the swarm; its next answer counts again."""
+        if peer in self.links:
+            self.links[peer].left, self._uplink = True, None
+            self.uploads = [one for one in self.uploads if one.peer != peer]
 
     def _known_latency_s(self, peer: PeerId) -> Seconds:
         """Return the measured latency of the link to this peer; 0 if it was not measured yet."""

@@ -11,7 +11,8 @@
         16 bytes: vectors that exist while the fragment's update is published, merged or sent to a joining peer
     the scratch memory of an optimizer step or of a backward pass, whichever is larger
     on a CPU, in a peer with the whole model, with `train.recompute` or `train.accumulate`
-        HEAP_SHARE of a micro-batch's activations in front of the head: freed memory that does not suit the next tensors
+        HEAP_SHARE of a micro-batch's activations in front of the head, twice with both: freed memory that does not suit
+        the next tensors
     for each micro-batch between its forward and its backward pass
         the tensors that autograd keeps (`activation_bytes`), and the encoded output
 
@@ -48,7 +49,7 @@ MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more:
 SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
 SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
 # On a CPU, with `train.recompute` or `train.accumulate`, freed tensors that the heap keeps take this share of the
-# activations in front of the head: 0.06 to 0.54 were measured with 0.5 to 13 M parameters.
+# activations in front of the head, and twice as much with both: 0.06 to 0.54 were measured with 0.5 to 13 M parameters.
 HEAP_SHARE = 0.5
 ROUNDING_BYTES = 12  # a step takes this many bytes per bf16 parameter: fp32 weight, fp32 gradient, bits for rounding
 WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this many bytes per parameter
@@ -183,9 +184,8 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
 
 def _kept_bytes(run: config.Config) -> int:
     """Return the bytes of freed tensors that a process with the whole model keeps, if its device is a CPU."""
-    if not run.train.recompute and run.train.accumulate == 1:
-        return 0
-    return int(HEAP_SHARE * _tokens(run) * sum(activation_bytes(run.model)[:-1]))
+    share = HEAP_SHARE * (run.train.recompute + (run.train.accumulate > 1))
+    return int(share * _tokens(run) * sum(activation_bytes(run.model)[:-1]))
 
 
 def activation_bytes(model: config.ModelConfig) -> list[int]:

@@ -258,6 +258,7 @@ class Node:
                     self.witness.audited(line)
                 case Log(PeerLeftLine(peer=peer)):
                     gone.append(peer)
+                    self.meter.left(peer)
         return [*effects, *self.witness.signed(gone)] if gone else effects
 
     def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:

@@ -76,17 +76,18 @@ class SpanManager:
         self.wake_at = now + SPAN_REVIEW_S
         move, plans = self.span_move, self.swarm_plans
         members, joining = self._members(now)
-        planned = plans.planned_spans(members)
-        lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained, planned)
-        effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
+        serving = {peer: one for peer, one in members.items() if not self._is_alone(peer)}
+        planned = plans.planned_spans(serving)
+        lost = self.layer_recovery.span_to_take(serving, joining, now, self._is_retained, planned)
+        effects: list[Effect | EvaluatePlans] = [*plans.review(serving, now, self.layer_recovery.stuck)]
         effects += self.cold_copies.review(members, self._stored(members), now)
-        relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
+        relief = self.layer_recovery.span_to_relieve(serving, joining, now, move.replicas)
         if move.cause is MoveCause.PLAN and (plans.adopted is not None or move.phase is MovePhase.LEASING):
             effects += self._carry_out(move.abandon_unless_to(plans.planned_span(move.held), now), now)
         elif move.cause is MoveCause.RELIEF and not self.layer_recovery.is_left(move.target):
             # Another peer has taken the layers.
             effects += self._carry_out(move.abandon_unless_to(move.held, now), now)
-        brought = [index for index in move.target if index not in move.held and not self.holders(index)]
+        brought = [index for index in move.target if index not in move.held and not self.servers(index)]
         if lost is not None and move.cause is MoveCause.PLAN and move.phase is MovePhase.LEASING and not brought:
             effects += self._carry_out(move.abandon_unless_to(move.held, now), now)  # lost layers are more urgent
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
@@ -192,12 +193,14 @@ class SpanManager:
         """Return the other peers that train and should hold the fragment by the adopted plan."""
         return self.swarm_plans.takers(fragment, self.selection.trainers())
 
-    def part_holders(self, fragment: int) -> list[PeerId]:
-        """Return the other peers that train and hold the fragment, but not the whole model."""
-        live, whole = self.selection.roster.live, len(self.setup.now.cuts)
-        records = {peer: live[peer].record for peer in self.holders(fragment) if peer in live}
-        spans = {peer: self.route_planner.whole_fragments(one.first, one.last) for peer, one in records.items()}
-        return [peer for peer, span in spans.items() if len(span) < whole]
+    def servers(self, fragment: int, parts_only: bool = False) -> list[PeerId]:
+        """Return the `holders` that compute for others; with `parts_only`, those without the whole model."""
+        serving = [peer for peer in self.holders(fragment) if not self._is_alone(peer)]
+        return [peer for peer in serving if not parts_only or not self._holds_all(peer)]
+
+    def _holds_all(self, peer: PeerId) -> bool:
+        record = self.selection.roster.live[peer].record
+        return len(self.route_planner.whole_fragments(record.first, record.last)) == len(self.setup.now.cuts)
 
     def retainers(self, fragment: int) -> list[PeerId]:
         """Return the peers whose disks have a fragment's newest state; [] if the state on our own disk is as new."""
@@ -223,7 +226,7 @@ class SpanManager:
         return stored | {self.setup.now.own.peer: self.donor.retained}
 
     def _members(self, now: Seconds) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
-        """Return the peers that train, ourselves included, and the spans of all other peers in the roster.
+        """Return the peers that train, ourselves included, and the spans of those that start and will serve routes.
 
         Our own speed and memory come from our published record, so that all peers evaluate a plan by the same values.
         """
@@ -238,7 +241,13 @@ class SpanManager:
         profile = self.own_record.published or self.own_record.profile(now)
         originates, lr_step = may_train(setup.private, setup.own.peer), self.selection.progress.lr_step
         members[setup.own.peer] = _member(setup.held, profile, originates, lr_step)
-        return members, [span for peer, span in spans.items() if peer not in members]
+        starting = [span for peer, span in spans.items() if peer not in members and not self._is_alone(peer)]
+        return members, starting
+
+    def _is_alone(self, peer: PeerId) -> bool:
+        """Return whether another peer computes for no other peer, so that for routes nobody holds its layers."""
+        live = self.selection.roster.live
+        return peer in live and live[peer].record.profile.alone
 
 
 def _member(held: range, profile: Profile, originates: bool, lr_step: int) -> TrainingPeer:

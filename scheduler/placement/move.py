@@ -103,8 +103,8 @@ class SpanView(Protocol):
     def takers(self, fragment: int) -> Sequence[PeerId]:
         """Return the other peers that train and should hold a fragment by the adopted plan."""
 
-    def part_holders(self, fragment: int) -> Sequence[PeerId]:
-        """Return the other peers that train and hold a fragment, but not the whole model."""
+    def servers(self, fragment: int, parts_only: bool = False) -> Sequence[PeerId]:
+        """Return the `holders` that compute for others; with `parts_only`, those without the whole model."""
 
     def retainers(self, fragment: int) -> Sequence[PeerId]:
         """Return the peers whose disks have a fragment's newest state; [] if the state on our own disk is as new."""
@@ -371,9 +371,9 @@ class SpanMove:
         In a move for relief, peers with the whole model do not count.
         """
         if self.cause is MoveCause.RELIEF:
-            return self.view.part_holders(index)
+            return self.view.servers(index, parts_only=True)
         takers = self.view.takers(index) if self.cause is MoveCause.PLAN else ()
-        return sorted({*self.view.holders(index), *takers})
+        return sorted({*self.view.servers(index), *takers})
 
     def _lessors_are_gone(self) -> bool:
         """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""

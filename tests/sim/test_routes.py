@@ -256,6 +256,18 @@ def beside_whole_models(fault: str, planned: bool = False, seconds: Seconds = 17
     return run(replace(calm, seconds=seconds, faults=tuple(faults.parse(spec))), watches=[Parts(planned)])
 
 
+def test_parts_train_beside_a_whole_model_that_has_no_memory_to_compute_for_them() -> None:
+    """They waited for ever, since by its record it held the layers that they lacked."""
+    settings = settings_for(2)
+    needs, count = replace(settings.needs, whole_in_flight=1), len(settings.fragments)
+    half = max(needs.span_bytes(at, at + 2, 2) for at in range(count - 1))
+    tight = needs.span_bytes(0, count)
+    assert (needs.capacity(0, count, tight), half < tight) == (0, True)
+    mixed = replace(settings, planned_needs=needs, memory=(half, half, half, tight))
+    report = run(scenario(seconds=60.0, settings=mixed))
+    assert report.routes.routed["everywhere"] > 20
+
+
 @pytest.mark.night
 def test_layers_that_only_whole_models_hold_are_taken_from_them_and_all_train_more() -> None:
     report = beside_whole_models("crash {} at 30")

@@ -8,6 +8,7 @@ from decentral.comm.wire.meter import (
     LATENCIES,
     MOST_LINKS,
     PACED,
+    UPLOADS,
     WARM_UP_BYTES,
     Meter,
 )
@@ -190,6 +191,29 @@ def test_uploads_to_housemates_never_displace_those_to_distant_peers() -> None:
     for _ in range(10):
         meter.saw(A, 0.001 + transfer_s(MiB, 120e6, 0.0007, WARM_UP_BYTES), 0.001, MiB, 100)
     assert meter.typical_up() == pytest.approx(5 / (3 / 120e6 + 2 / 6e6), rel=0.05)
+
+
+def test_peers_that_have_left_no_longer_count() -> None:
+    meter = housed(120e6, 6e6)
+    for peer in (C, D):
+        meter.left(peer)
+    assert meter.typical_up() == pytest.approx(120e6, rel=0.05)
+    meter.saw(C, 0.06 + transfer_s(MiB, 6e6, 0.042, WARM_UP_BYTES), 0.06, MiB, 100)
+    assert meter.typical_up() == pytest.approx(4 / (3 / 120e6 + 1 / 6e6), rel=0.05)
+
+
+def test_peers_that_turn_out_to_be_far_leave_no_more_than_the_last_uploads() -> None:
+    meter = Meter()
+    peers = [PeerId(f"{number}") for number in range(20)]
+    for peer in peers:
+        meter.saw(peer, 0.0, 0.0, 100, 100)
+        meter.saw(peer, 0.01, 0.0, MiB, 100)
+    for peer in peers:
+        for _ in range(LATENCIES):
+            meter.saw(peer, 0.05, 0.05, 100, 100)
+    meter.saw(A, 0.06, 0.06, 100, 100)
+    meter.saw(A, 1.0, 0.06, MiB, 100)
+    assert len(meter.uploads) == UPLOADS
 
 
 def test_an_upload_that_took_no_longer_than_its_latency_is_no_proof_of_a_fast_link() -> None:

@@ -50,6 +50,7 @@ class Swarm:
         self.effects: dict[PeerId, list[MoveEffect]] = {name: [] for name in self.peers}
         self.retained: dict[int, list[PeerId]] = {}
         self.plan: dict[PeerId, range] = {}
+        self.alone: set[PeerId] = set()  # peers that compute for no other peer
 
     def __getitem__(self, name: str) -> SpanMove:
         return self.peers[PeerId(name)]
@@ -121,8 +122,9 @@ class Seen:
         there = (name for name in self.swarm.plan if name != self.own and self.swarm.spans[name])
         return [name for name in there if fragment in self.swarm.plan[name]]
 
-    def part_holders(self, fragment: int) -> list[PeerId]:
-        return [name for name in self.holders(fragment) if len(self.swarm.spans[name]) < len(CUTS)]
+    def servers(self, fragment: int, parts_only: bool = False) -> list[PeerId]:
+        there = [name for name in self.holders(fragment) if name not in self.swarm.alone]
+        return [name for name in there if not parts_only or len(self.swarm.spans[name]) < len(CUTS)]
 
     def retainers(self, fragment: int) -> list[PeerId]:
         return [name for name in self.swarm.retained.get(fragment, []) if not self.retains(fragment)]
@@ -219,6 +221,15 @@ def test_the_last_holder_stays() -> None:
     swarm.deliver_all()
     assert swarm.said("A") == [("failed", "needed")]
     assert swarm["A"].held == range(0, 2)
+
+
+def test_a_whole_model_that_computes_for_nobody_is_no_other_holder() -> None:
+    """Parts beside it gave up layers that no route could then pass, or never took over those that were lost."""
+    swarm = Swarm(A=range(0, 2), B=range(0, 4), C=range(1, 3))
+    swarm.alone = {PeerId("B")}
+    swarm.begin("A", range(1, 3))
+    swarm.deliver_all()
+    assert swarm.said("A") == [("failed", "needed")]
 
 
 def test_relief_leaves_a_layer_as_many_holders_as_the_run_asks_for() -> None:
