@@ -87,6 +87,7 @@ METHODS: dict[str, Method] = {
     "all-64": Method(code="sparse", partners=NEVER, phi_every=NEVER, rarer=64, kept=0.5),
     "parts-sparse": Method(code="sparse", phi_every=NEVER, parts=True),
     "parts-uneven": Method(code="sparse", phi_every=NEVER, parts=True, rarer=32, mean_rarer=8),
+    "parts-thin": Method(code="sparse", phi_every=NEVER, parts=True, rarer=32, mean_rarer=20),
     "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }
 DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"
