@@ -48,8 +48,8 @@ MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more:
 SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
 SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
 # On a CPU, freed tensors that the heap keeps take this share of the activations in front of the head with each of
-# `train.recompute`, `train.accumulate` and `model.lora`: 0.06 to 0.61 were measured with 0.5 to 13 M parameters. Without
-# these keys, gradients find place in it.
+# `train.recompute`, `train.accumulate` and `model.lora`
+# (measured: 0.06 to 0.61, with 0.5 to 13 M parameters). Without these keys, gradients find place in it.
 HEAP_SHARE = 0.5
 ROUNDING_BYTES = 12  # a step takes this many bytes per bf16 parameter: fp32 weight, fp32 gradient, bits for rounding
 WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this many bytes per parameter
