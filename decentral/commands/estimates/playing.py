@@ -38,17 +38,15 @@ STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
 LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
 # Processor time of the simulator on a quiet core: of an event, and of computing a transfer's rate.
-EVENT_S, RATE_S = 8e-5, 5e-6
+EVENT_S, RATE_S = 6e-5, 8e-6
 MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
 # Of a plan that is too large, a part with at most so many peers is played, in this share of the time.
-PART_PEERS, PART_SHARE = 16, 0.3
+PART_PEERS, PART_SHARE = 16, 0.5
 # A finalist is played for the time in which it trains this many micro-batches by its estimate, but at most PLAYED_S.
 PLAYED_MICRO_BATCHES = 3000
 # With routes, windows of large models have grown to about this length, or longer, after some minutes (gossip_cost.py).
 SETTLED_WINDOW_S = 60.0
-# Micro-batches that a play must count for each peer: 64 peers in a data-centre reach full speed after five virtual
-# seconds, and a play of four said 0.2 of it.
-LEAST_COUNTED = 5
+LEAST_COUNTED = 1.5  # micro-batches that a play must count for each peer
 JUDGED_S = 5.0  # seconds of a budget for the finalists of a plan
 # Routes of which not even a part is played are said to reach this share of their estimate. Played ones reached 0.2 to
 # 1.09 of theirs (docs/results/planner.md).
@@ -129,8 +127,12 @@ class PlayedSwarm:
         """Return the rates since the warm-up.
 
         A rate is the slope of a line through the samples (least squares), since most bytes come at once after a window.
+        Until twice the time of the first tokens, pipelines fill.
         """
         begin = min(WARM_UP_S, self.at[-1][0] / 2)
+        filled = 2 * next((t for t, tokens, _ in self.at if tokens > 0), 0.0)
+        if filled < self.at[-2][0]:
+            begin = max(begin, filled)
         counted = [one for one in self.at if one[0] >= begin]
         sent_TNN = np.zeros((len(counted), len(self.number), len(self.number)))
         for place, (_, _, sent) in enumerate(counted):

@@ -61,6 +61,13 @@ def test_what_comes_before_the_warm_up_does_not_count() -> None:
     assert watch.rates().sent_NN[0, 1] == pytest.approx(1000 / 64, rel=0.02)
 
 
+def test_time_in_which_pipelines_fill_does_not_count() -> None:
+    """The first tokens come after 30 s, and all peers train after 50 s."""
+    watch = PlayedSwarm(number={ANN: 0})
+    watch.at = [(t, 10 * max(0.0, t - 50) + (t >= 30), Counter()) for t in map(float, range(0, 81, 5))]
+    assert watch.rates().tokens == pytest.approx(10)
+
+
 def test_a_swarm_is_played_for_as_many_events_however_slowly_the_clock_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(playing, "PLAYED_S", 240.0)  # so that samples are near each other
     run, groups = config.load(None, LARGE), groups_of("2xT4 home:50/500")
@@ -123,7 +130,7 @@ def test_a_part_of_a_plan_has_whole_routes_and_an_estimate_of_its_own() -> None:
 def test_a_play_in_which_peers_have_only_begun_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two peers, of the smaller of two finalists, count one micro-batch fewer than they must."""
     micro_batch = RUN.model.context * min(planned().micro_batches.values())
-    least = 2.0 * LEAST_COUNTED * micro_batch
+    least = 2 * LEAST_COUNTED * micro_batch
     for counted, reason in (least - micro_batch, "Not played"), (least, "Played: 1 tokens/s."):
         monkeypatch.setattr(playing, "_played", lambda *_, counted=counted: Rates(1.0, np.zeros((4, 4)), (), counted))
         assert planned().reason.startswith(reason)
