@@ -46,7 +46,7 @@ PART_PEERS, PART_SHARE = 16, 0.5
 PLAYED_MICRO_BATCHES = 3000
 # With routes, windows of large models have grown to about this length, or longer, after some minutes (gossip_cost.py).
 SETTLED_WINDOW_S = 60.0
-LEAST_COUNTED = 1.5  # micro-batches that a play must count for each peer
+LEAST_COUNTED = 2  # micro-batches that a play must count for each peer
 JUDGED_S = 5.0  # seconds of a budget for the finalists of a plan
 # Routes of which not even a part is played are said to reach this share of their estimate. Played ones reached 0.2 to
 # 1.09 of theirs (docs/results/planner.md).

@@ -130,7 +130,7 @@ def test_a_part_of_a_plan_has_whole_routes_and_an_estimate_of_its_own() -> None:
 def test_a_play_in_which_peers_have_only_begun_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two peers, of the smaller of two finalists, count one micro-batch fewer than they must."""
     micro_batch = RUN.model.context * min(planned().micro_batches.values())
-    least = 2 * LEAST_COUNTED * micro_batch
+    least = 2.0 * LEAST_COUNTED * micro_batch
     for counted, reason in (least - micro_batch, "Not played"), (least, "Played: 1 tokens/s."):
         monkeypatch.setattr(playing, "_played", lambda *_, counted=counted: Rates(1.0, np.zeros((4, 4)), (), counted))
         assert planned().reason.startswith(reason)
