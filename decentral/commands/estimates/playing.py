@@ -253,7 +253,8 @@ def _judged_by_part(run_config: Config, topology: Topology, plan: ThroughputPlan
 def part_of(run_config: Config, topology: Topology, plan: ThroughputPlan, most_peers: int) -> ThroughputPlan | None:
     """Return the part of a plan with some of its routes of several hops, and only their peers, with its own estimate.
 
-    Routes are drawn at random by their share of the tokens.
+    Routes are drawn at random by their share of the tokens, with all routes that share peers with them as far as
+    `most_peers` allows; without these, if no route allows that.
 
     Args:
         run_config: The run's config.
@@ -268,9 +269,10 @@ def part_of(run_config: Config, topology: Topology, plan: ThroughputPlan, most_p
     share_R = np.array([route["share"] for route, _ in several])
     order_R = rng.arrays(plan.seed, "part").choice(len(several), len(several), replace=False, p=share_R / share_R.sum())
     chosen = set[str]()
-    for number in order_R.tolist():
-        if len(chosen | several[number][1]) <= most_peers:
-            chosen |= several[number][1]
+    for group_R in _connected([names for _, names in several]), [names for _, names in several]:
+        for number in order_R.tolist() if not chosen else ():
+            if len(chosen | group_R[number]) <= most_peers:
+                chosen |= group_R[number]
     if not chosen:
         return None
     spans = {name: span for name, span in plan.spans.items() if name in chosen}
@@ -284,6 +286,15 @@ def part_of(run_config: Config, topology: Topology, plan: ThroughputPlan, most_p
         routes=[route for route, names in several if names <= chosen],
         throughput=plan.throughput | {"estimated": problem.reached(spans_N2, problem.flow(spans_N2))},
     )
+
+
+def _connected(routes: Sequence[set[str]]) -> list[set[str]]:
+    """Return, for the peers of each route, the peers of all routes that share a peer with it, or with one of these."""
+    groups = list[set[str]]()
+    for names in routes:
+        apart = [group for group in groups if not group & names]
+        groups = [*apart, names.union(*(group for group in groups if group & names))]
+    return [next(group for group in groups if names <= group) for names in routes]
 
 
 def _is_routed(plan: ThroughputPlan) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,19 @@ def test_a_part_of_a_plan_has_whole_routes_and_an_estimate_of_its_own() -> None:
     assert [sorted(hop[0] for hop in route["hops"]) for route in part.routes] == [sorted(part.spans)]
     assert 0 < part.throughput["estimated"] < plan.throughput["estimated"]
     assert part_of(RUN, SWARM, plan, 1) is None
+
+
+def test_a_part_has_all_routes_of_its_peers_if_it_may() -> None:
+    """Routes from a and b share c, and d and e have a route: four peers would be a route from a or b, and that."""
+    swarm = topology_from_profiles({name: {**PROFILE, "flops": 1e8} for name in "abcde"}, {})
+    spans = {name: [3, 6] if name in "ce" else [0, 3] for name in "abcde"}
+    routes = [{"share": 1 / 3, "hops": [[a, 0, 3], [b, 3, 6]]} for a, b in ("ac", "bc", "de")]
+    plan = replace(planned(), spans=spans, micro_batches=dict.fromkeys(spans, 1), routes=routes)
+    parts = [part_of(RUN, swarm, replace(plan, seed=seed), 4) for seed in range(8)]
+    assert {"".join(part.spans) for part in parts if part} == {"abc", "de"}
+    alone = part_of(RUN, swarm, replace(plan, routes=routes[:2]), 2)
+    assert alone is not None
+    assert "".join(alone.spans) in {"ac", "bc"}
 
 
 def test_a_play_in_which_peers_have_only_begun_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
