@@ -299,8 +299,8 @@ def _connected(routes: Sequence[set[str]]) -> list[set[str]]:
     """Return, for the peers of each route, the peers of all routes that share a peer with it, or with one of these."""
     groups = list[set[str]]()
     for names in routes:
-        apart = [group for group in groups if not group & names]
-        groups = [*apart, names.union(*(group for group in groups if group & names))]
+        joined = names | {name for group in groups if group & names for name in group}
+        groups = [joined] + [group for group in groups if not group & names]
     return [next(group for group in groups if names <= group) for names in routes]
 
 
