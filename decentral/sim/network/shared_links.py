@@ -123,6 +123,7 @@ class SharedLinks:
     crossing: dict[SiteLink, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
     sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
+    rates_set: int = 0  # how often a transfer's rate was computed; takes most of a simulation's time on shared links
     # (source, target) -> number of transfers; `_in_flight` counts only those not waiting for acknowledgements
     _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
     _in_flight: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
@@ -253,6 +254,7 @@ class SharedLinks:
         sharing = {**self.sending.get(changed.source, {}), **self.receiving.get(changed.target, {})}
         for link in changed.site_links:
             sharing |= self.crossing[link]
+        self.rates_set += len(sharing)
         least = {one: 0.0 if self._pauses(one) else self._least_share(one) for one in sharing}
         free = self._free(least)
         for transfer in sorted(least, key=least.__getitem__):
