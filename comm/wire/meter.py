@@ -248,10 +248,10 @@ class Meter:
         """Return what `typical_up` says of these uploads: their rates in bytes/s, and the peers that received them."""
         near = max((rate for rate, peer in uploads if self.is_near(peer)), default=0.0)
         far = max((rate for rate, peer in uploads if not self.is_near(peer)), default=0.0)
-        if not near or not far:
-            return near or far or None
         here = (peer for peer, link in reversed(self.links.items()) if not link.left)
-        recent = list(islice(here, RECENT_LINKS))
+        recent = list(islice(here, RECENT_LINKS)) if near and far else []
+        if not recent:
+            return near or far or None
         count = sum(map(self.is_near, recent))
         return len(recent) / (count / near + (len(recent) - count) / far)
 
