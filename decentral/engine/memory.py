@@ -47,9 +47,9 @@ ROTARY_BYTES = 8  # a block has two fp32 tables of rotary positions: this many b
 MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more: the mean, layers, a temporary result
 SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
 SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
-# On a CPU, freed tensors that the heap keeps take this share of the activations in front of the head with each of
-# `train.recompute`, `train.accumulate` and `model.lora`
-# (measured: 0.06 to 0.61, with 0.5 to 13 M parameters). Without these keys, gradients find place in it.
+# On a CPU, the heap keeps freed tensors that suit no later one. For each of `train.recompute`, `train.accumulate` and
+# `model.lora` they take this share of the activations in front of the head (measured with 0.5 to 13 M parameters: 0.06
+# to 0.61). Without these keys, gradients take their place.
 HEAP_SHARE = 0.5
 ROUNDING_BYTES = 12  # a step takes this many bytes per bf16 parameter: fp32 weight, fp32 gradient, bits for rounding
 WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this many bytes per parameter

@@ -161,9 +161,8 @@ class Prober:
         far = [peer for peer in untried if peer in latency_s and not self.meter.is_near(peer)]
         only_near = bool(ups) and all(map(self.meter.is_near, ups))
         if nearer or (far and only_near) or (new and len(ups) < PROBED_PEERS):
-            peer = (
-                min(nearer, key=latency_s.__getitem__) if nearer else self.rng.choice(far if only_near and far else new)
-            )
+            others = far if far and only_near else new
+            peer = min(nearer, key=latency_s.__getitem__) if nearer else self.rng.choice(others)
             whole = peer not in links or not links[peer].down.known  # skip the download if one from this peer is known
             self._queue = [(peer, what) for what in FIRST_PROBES if whole or what != "down"]
             return self._next()
@@ -173,7 +172,7 @@ class Prober:
         return self._next()
 
     def _fastest(self, ups: Mapping[PeerId, float]) -> list[PeerId]:
-        """Return the one of the fastest links to upload over again, in a list; [] without links.
+        """Return the peer over whose link to upload again: one of the two fastest. A list of one, or [] without links.
 
         Args:
             ups: For each measured link, the rate of the last upload over it, in bytes/s.

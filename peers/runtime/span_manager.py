@@ -226,7 +226,7 @@ class SpanManager:
         return stored | {self.setup.now.own.peer: self.donor.retained}
 
     def _members(self, now: Seconds) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
-        """Return the peers that train, ourselves included, and the spans of those that start and will serve routes.
+        """Return the training peers, ourselves included, and the spans of peers that start now and will serve routes.
 
         Our own speed and memory come from our published record, so that all peers evaluate a plan by the same values.
         """

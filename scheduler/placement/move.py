@@ -42,7 +42,7 @@ FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this lon
 LEASE_REQUEST_S = 5.0
 # After this, a move by a plan, or on which others rely, or to an unheld layer gives micro-batches up; any other fails.
 DRAIN_MOST_S = 30.0
-LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases, or as long as another peer relies on the move
+LEASE_WAIT_S = 50.0  # a move by a plan waits this long for leases; longer while another peer relies on the move
 SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
 LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
 MOST_LEASES = 64  # a peer grants at most this many leases of a fragment at a time; fewer moves overlap in practice

@@ -99,7 +99,7 @@ class DeviceForm(RatesForm):
 
 
 class PeerForm(DeviceForm):
-    """One peer."""
+    """A peer of the topology: its id, its region and its device."""
 
     id: str
     region: str = "unknown"

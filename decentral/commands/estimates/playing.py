@@ -296,7 +296,7 @@ def part_of(run_config: Config, topology: Topology, plan: ThroughputPlan, most_p
 
 
 def _connected(routes: Sequence[set[str]]) -> list[set[str]]:
-    """Return, for the peers of each route, the peers of all routes that share a peer with it, or with one of these."""
+    """Return, for each route, the peers of all routes that it is connected with by shared peers, directly or not."""
     groups = list[set[str]]()
     for names in routes:
         joined = names | {name for group in groups if group & names for name in group}

@@ -113,7 +113,7 @@ def _code(gossip: GossipConfig, thin: bool) -> str:
 
 
 def _typical_up(topology: Topology) -> Floats:
-    """Return (N,) bytes/s: the mean rate at which each peer believes to send to a peer (`Meter.typical_up`)."""
+    """Return (N,) bytes/s: the mean rate at which each peer sends to another, as its `Meter.typical_up` measures it."""
     rate_NN = np.minimum(LOOPBACK_RATE, np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)))
     np.fill_diagonal(rate_NN, 0.0)
     near_NN = topology.delay_s + topology.delay_s.T < LOCAL_S
