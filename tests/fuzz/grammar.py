@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership import records, swarm_size
-from decentral.peers.membership.prober import zeros
+from decentral.peers.membership.link_probes import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.node import Node
 from decentral.scheduler.placement import evaluate, plans

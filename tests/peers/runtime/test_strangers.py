@@ -10,7 +10,7 @@ from decentral.comm.wire.transport import AskFailed
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
-from decentral.peers.membership.prober import ProbeTag
+from decentral.peers.membership.link_probes import ProbeTag
 from tests.peers.runtime.test_node import BLOB, LAYOUT, RUN, STRANGER, Played
 
 FOR_MEMBERS: list[tuple[Any, Message, bytes]] = [
