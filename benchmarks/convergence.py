@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
+from typing import get_args
 
 import torch
 
@@ -246,7 +247,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=_numbers, default=[0])
     parser.add_argument("--horizons", type=_numbers, default=[500])
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[4e-3])
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
     parser.add_argument("--peers", type=int, default=PEERS, help="of a swarm")
     parser.add_argument("--window", type=int, default=5, help="steps of a fast peer")
     parser.add_argument("--latency", type=float, default=0.2, help="from a close to its merge, in windows")

@@ -40,7 +40,7 @@ from decentral.core.config import Config
 from decentral.core.journal.events import ExchangeLine, JournalEvent, StatusLine, StepLine
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import Recorded, recorded
-from decentral.peers.membership.prober import PROBE_BYTES, longest_pause_s
+from decentral.peers.membership.link_probes import PROBE_BYTES, longest_pause_s
 from decentral.peers.runtime.host import CORES_S
 from decentral.peers.runtime.traffic import TRAFFIC_S
 from decentral.scheduler.throughput.plan import throughput_plan

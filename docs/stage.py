@@ -1,10 +1,10 @@
 """Lay out the pages of the documentation's site: `python -m docs.stage FOLDER`; `make docs` then builds it.
 
-README.md becomes the first page; CONTRIBUTING.md and docs/ stay as they are. Four pages are generated: COMMANDS.md
+README.md becomes the first page; CONTRIBUTING.md and docs/ stay as they are. Five pages are generated: COMMANDS.md
 from what each command's --help prints, CONFIG.md from what `decentral config` prints, METRICS.md from the table of
-metrics, and MAP.md from the first sentence of each module (`python -m docs.stage --map` prints it). On the site, a link
-to a page leads to that page, a link to the source of a generated page leads to the generated page, and a link to
-anything else becomes its text.
+metrics, REASONS.md from the comments behind the reasons, and MAP.md from the first sentence of each module (`python -m
+docs.stage --map` prints it). On the site, a link to a page leads to that page, a link to the source of a generated page
+leads to the generated page, and a link to anything else becomes its text.
 """
 
 import ast
@@ -97,6 +97,17 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons() -> str:
+    """Return a page with every reason and the comment behind it, by group."""
+    lines = ["# Reasons", "", "| reason | meaning |", "|---|---|"]
+    for line in (ROOT / "decentral/core/reasons.py").read_text().splitlines():
+        if group := re.fullmatch(r" {4}# Reasons (about .+)", line):
+            lines.append(f"| **{group[1]}** | |")
+        elif found := re.fullmatch(r' {4}[A-Z_]+ = "([a-z-]+)"  # (.+)', line):
+            lines.append(f"| `{found[1]}` | {found[2]} |")
+    return "\n".join(lines) + "\n"
+
+
 def file_map() -> str:
     """Return a page with a line for each module of the product, by folder."""
     lines, folder = ["# File map"], Path()
@@ -126,6 +137,7 @@ def first_sentence(source: str) -> str:
 GENERATED = {  # source in the checkout -> its page on the site, and what returns that page's text
     "decentral/commands/table.py": ("COMMANDS.md", commands),
     "decentral/core/config.py": ("CONFIG.md", config),
+    "decentral/core/reasons.py": ("REASONS.md", reasons),
     "decentral/view/metrics.py": ("METRICS.md", metrics),
     "docs/stage.py": ("MAP.md", file_map),
 }

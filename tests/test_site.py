@@ -81,3 +81,4 @@ def test_a_link_to_the_source_of_a_generated_page_leads_to_that_page(pages: Path
     assert "[file map](MAP.md)" in (pages / "ARCHITECTURE.md").read_text()
     assert "[all commands](COMMANDS.md)" in (pages / "index.md").read_text()
     assert "(METRICS.md)" in (pages / "OBSERVING.md").read_text()
+    assert "(REASONS.md)" in (pages / "PROTOCOL.md").read_text()

@@ -1,23 +1,6 @@
 """Define the messages between peers, with a bound on each field. A question has one answer; both may have a blob.
 
-    question            blob             answer            blob              purpose
-    Hello               -                Welcome           -                 asks for the run's name and its config
-    MembershipProof     -                MembershipProof   -                 private swarm: both prove their membership
-    Ping                -                Pong              -                 measures the latency
-    Probe               up to 4 MiB      Probed            up to 4 MiB       measures bandwidth, up and down
-    Pull                -                Snapshot          the snapshot      asks for a fragment's published snapshot
-    StateRequest        -                StateChunk        a piece of state  downloads a piece of a fragment's state
-    Offer               -                Load              -                 asks how soon a micro-batch could run
-    ForwardRequest      hidden, targets  BackwardResponse  hidden gradient   executes a micro-batch, from `first` on
-    ForwardStatusQuery  -                Done              -                 asks if a late gradient is still computed
-    CommitDecision      -                Done              -                 says which gradients count, and which not
-    CommitQuery         -                CommitDecision    -                 asks for the CommitDecision on executions
-    LeaseRequest        -                Done              -                 asks the peer to go on serving a fragment
-    RoundQuery          -                RoundStatus       -                 asks for the synchronous round and members
-    CollectRequest      -                RoundReport       -                 asks for a member's report on a round ...
-                                         Snapshot          a gradient sum    ... or its sum of a fragment's gradients
-    any                 -                Refused           -                 refuses, for a reason in one word
-
+docs/PROTOCOL.md has a table of all questions with their answers.
 `decode` in comm/wire/codec.py checks every field against its bound before any other code sees the message.
 """
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from decentral.commands import shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
-from decentral.core.device_names import valid_device
+from decentral.core.device_names import CHOICES, valid_device
 from decentral.core.errors import UserError
 from decentral.view.event_hooks import Hooks, hooks_running
 from decentral.view.page.address import PageAddress, link
@@ -149,9 +149,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", metavar="PATH", help=tokenizer)
     base = "with --serve-model: folder of the base model, for a run that trains adapters"
     parser.add_argument("--model-from", metavar="DIR", help=base)
-    device = "with --serve-model: where to compute"
-    one = "auto|cpu|cuda|cuda:N"
-    parser.add_argument("--device", type=valid_device, default="cpu", metavar=one, help=f"{device}; default: cpu")
+    device = f"with --serve-model: {CHOICES}; default: cpu"
+    parser.add_argument("--device", type=valid_device, default="cpu", help=device)
     add_hook_flags(parser)
     parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # descriptor of an inherited listening socket
     parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # descriptor of a pipe with journal lines

@@ -23,6 +23,7 @@ from decentral.commands.checks import machine
 from decentral.commands.checks.finding import Finding, FindingState, any_wrong, unknown
 from decentral.commands.table import COMMANDS
 from decentral.core import strict_json
+from decentral.core.device_names import CHOICES
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 from decentral.core.units import plural
@@ -99,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     shared.add_join_flag(parser, "address of a peer of the swarm")
     parser.add_argument("--invite", metavar="FILE", help="the invitation, if the swarm is private")
     parser.add_argument("--state-dir", metavar="DIR", help="state folder of a peer that runs, has run or will run")
-    parser.add_argument("--device", help="auto, cpu, cuda, cuda:N, xpu or mps, as for decentral.peer")
+    parser.add_argument("--device", help=f"{CHOICES}, as for decentral.peer")
     multiaddr = "as for decentral.peer"
     parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help=multiaddr)
     parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help=multiaddr)

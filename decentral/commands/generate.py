@@ -17,7 +17,7 @@ from pathlib import Path
 
 from decentral.commands import shared
 from decentral.commands.table import COMMANDS
-from decentral.core.device_names import valid_device
+from decentral.core.device_names import CHOICES, valid_device
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.peer_folders import state_folders
@@ -106,8 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     top = "sample only from the likeliest tokens with this total probability; default: %(default)s"
     parser.add_argument("--top-p", type=float, default=usual.top_p, help=top)
     parser.add_argument("--seed", type=int, help="the same seed gives the same text; default: a random one")
-    one = "auto|cpu|cuda|cuda:N"
-    parser.add_argument("--device", type=valid_device, default="auto", metavar=one, help="where to compute")
+    parser.add_argument("--device", type=valid_device, default="auto", help=f"where to compute: {CHOICES}")
     flags = parser.parse_args(argv)
     if sum(map(bool, (flags.join, flags.state_dir, flags.model))) != 1:
         raise UserError("expected exactly one of --join ADDR of a running peer, --state-dir DIR, or --model FOLDER")

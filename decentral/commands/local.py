@@ -24,7 +24,7 @@ from decentral.commands import lifeline, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
-from decentral.core.device_names import valid_devices
+from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.events import ErrorLine, JoinedLine, JournalEvent, StartedLine, StepLine, UnheldLine
 from decentral.core.journal.file import Tail, read
@@ -388,7 +388,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("--throttle", metavar="F,F,...", help="times that each peer is slower, such as 1,1,1,10")
     parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="15m, or each peer's 500steps, 2Mtokens")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--device", type=valid_devices, default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps")
+    parser.add_argument("--device", type=valid_devices, default="auto", help=CHOICES)
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's memory, or one size for all of them")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and continue from them")

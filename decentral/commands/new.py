@@ -21,7 +21,7 @@ from decentral.commands.config import comment
 from decentral.commands.estimates import places, sizes
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core import config, own_yaml, quantities
-from decentral.core.choices import DATA_KINDS
+from decentral.core.choices import DATA_KINDS, FILES_OF_ROWS
 from decentral.core.config import Config, DataConfig
 from decentral.core.config_keys import keys_of
 from decentral.core.errors import UserError, writing
@@ -31,7 +31,6 @@ from decentral.core.units import readable_number
 AUTO_SEQUENCES = 16  # a step is assumed to have this many sequences if `train.micro_batch` is auto
 TOKENIZER_VOCABULARY = 32_768  # `model.vocabulary` of a run with a tokenizer, unless the user gives another
 TOKEN_FILES = (".bin", ".npy")
-ROW_FILES = (*config.FILES_OF_ROWS, ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ def _kind(flags: argparse.Namespace) -> tuple[str, str]:
     path = Path(flags.data)
     if path.suffix in TOKEN_FILES:
         return "tokens", "The file has tokens already."
-    rows = path.suffix in ROW_FILES or any(any(path.glob(f"**/*{suffix}")) for suffix in ROW_FILES)
+    rows = path.suffix in FILES_OF_ROWS or any(any(path.glob(f"**/*{suffix}")) for suffix in FILES_OF_ROWS)
     on_hub = "/" in flags.data and not path.exists() and not path.is_absolute() and not flags.data.startswith(".")
     if not (rows or on_hub or flags.tokenizer or flags.model_from):
         return "text", "Each byte is a token, so no tokenizer is needed."

@@ -28,7 +28,7 @@ from decentral.commands import push, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.lifeline import heed
 from decentral.core import config, quantities
-from decentral.core.device_names import valid_devices
+from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
@@ -40,7 +40,7 @@ from decentral.peers.membership import records
 from decentral.peers.startup import state
 from decentral.peers.startup.flags import StartFlags
 from decentral.store.fetching import fetched, holds_uploads
-from decentral.store.places import checked_place
+from decentral.store.places import PLACES, checked_place
 from decentral.view.page.address import add_dashboard_flag
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     _add_own_flags(parser)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
-    several = "auto, cpu, cuda, xpu, mps, or several: cuda:0,cuda:1"
+    several = f"{CHOICES}; or several: cuda:0,cuda:1"
     parser.add_argument("--device", type=valid_devices, help=several)
     parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"
@@ -191,7 +191,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     resumed = "go on from an uploaded checkpoint, at a place that decentral push names"
     parser.add_argument("--resume-from", metavar="PLACE", help=resumed)
-    upload = "copy checkpoints to a folder, s3://BUCKET/PATH or hf://USER/NAME; off: no longer"
+    upload = f"copy checkpoints to {PLACES}; off: no longer"
     parser.add_argument("--upload", metavar="PLACE", help=upload)
     keep = "this peer's newest N uploads of the run stay there; default 3"
     parser.add_argument("--upload-keep", type=push.kept, metavar="N", help=keep)

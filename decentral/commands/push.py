@@ -26,7 +26,7 @@ from decentral.core.ids import PeerId
 from decentral.core.peer_folders import KEY
 from decentral.core.units import Seconds, readable_bytes
 from decentral.store.fetching import FLAG_OF
-from decentral.store.places import asking, checked_place, store_of
+from decentral.store.places import PLACES, asking, checked_place, store_of
 from decentral.store.sending import PushResult, SendPace, kind_of_folder, link_of, opened_upload, push
 
 TOLD_EVERY_S = 5.0  # progress is printed at this interval
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "Copy a checkpoint or an exported model to a folder, a bucket or the Hugging Face Hub."
     parser = shared.Parser(prog="python -m decentral.push", description=about)
     parser.add_argument("folder", metavar="DIR", help="a peer's state folder, or a folder that decentral export wrote")
-    place = "a folder, s3://BUCKET/PATH or another address that fsspec knows, or hf://USER/NAME"
+    place = f"{PLACES}, or another address that fsspec knows"
     parser.add_argument("place", metavar="DEST", help=place)
     parser.add_argument("--rate", type=quantities.rate_bytes, help="send at most this fast, such as 20Mb/s")
     keep = "remove all but this peer's newest N checkpoints of the run there; default: remove none"

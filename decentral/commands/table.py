@@ -84,7 +84,7 @@ COMMANDS = {
         ("swarm", "swarm/peer-1 swarm/peer-2 -o run.html"),
     ),
     "tokenize": Command(
-        "turn text, Parquet, JSON lines or Arrow into a file of tokens",
+        "turn text or rows of text into a file of tokens",
         ("my-text --train 8192 --out words.bin", "a.parquet --tokenizer my-model --out words.bin"),
     ),
     "plan": Command(

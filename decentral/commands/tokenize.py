@@ -1,4 +1,4 @@
-"""python -m decentral.tokenize: turn text, JSON, Parquet or Arrow into a file of tokens for `data.kind: tokens`.
+"""python -m decentral.tokenize: turn text or rows of text into a file of tokens for `data.kind: tokens`.
 
     python -m decentral.tokenize my-text --train 8192 --out words.bin        # also makes words.tokenizer/
     python -m decentral.tokenize a.parquet --tokenizer my-model --out words.bin
@@ -21,6 +21,7 @@ import numpy as np
 from decentral.commands import shared
 from decentral.core import config, quantities
 from decentral.core.atomic_file import replacing, write_atomically
+from decentral.core.choices import READERS
 from decentral.core.errors import UserError
 from decentral.data import tokenizer
 from decentral.data.documents import Documents, TextPiece
@@ -140,7 +141,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
     about = "Turn text into a file of tokens."
     parser = shared.Parser(prog="python -m decentral.tokenize", description=about)
-    kinds = "file or folder of Parquet, JSON, Arrow or text, or the name of a data set on the Hugging Face hub"
+    kinds = f"a file ({', '.join(READERS)}), a folder of them, or the name of a data set on the Hugging Face hub"
     parser.add_argument("input", nargs="+", metavar="INPUT", help=kinds)
     parser.add_argument("--out", required=True, metavar="FILE", help="the file of tokens to write")
     parser.add_argument("--tokenizer", metavar="PATH", help="file or folder of a Hugging Face tokenizer")

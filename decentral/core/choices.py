@@ -1,10 +1,11 @@
-"""Tables of the gossip algorithms, optimizers and kinds of data that a config can choose.
+"""Tables of the gossip algorithms, optimizers, kinds of data and types of files that a config can choose.
 
 Each record describes one algorithm, optimizer or kind of data. The record names the code that implements it as
 "module:name", and `load` imports that code later, so that reading a config does not load torch. A config can choose
 only names from these tables, so no text from the network selects code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -42,13 +43,16 @@ class Optimizer:
     peak_rate: float  # the best of the learning rates that docs/results/convergence.md compares
     stretch: str = ""  # "module:name" of the class that trains the inner matrices (engine/optimizers.py); "": AdamW
     scratch_bytes: int = 0  # temporary memory of an optimizer step, in bytes per parameter of the largest matrix
-    iterations: int = 0  # Newton-Schulz iterations of an optimizer step, which `decentral.estimate` charges
+    flops: str = ""  # "module:name" of a function from a matrix's sides to the FLOPs of a step; "": too few to count
     # "module:name" of the class that takes the step of `stretch` on parts of matrices, one on each device of a peer
     # (engine/sharded.py). Without such a class, the devices cannot divide the model.
     sharded: str = ""
     # Whether a gossip merge that comes some steps after its window closed is applied in full. If not, the merge is
     # scaled down (outer_kernels.rho_of).
     takes_all: bool = False
+    # Whether a CPU that trains a large model frees gradients between steps, because the new memory pages cost little
+    # of a step.
+    frees_gradients: bool = False
 
     @property
     def divides(self) -> bool:
@@ -102,9 +106,10 @@ OPTIMIZERS = {
             peak_rate=8e-3,
             stretch="decentral.engine.muon:Muon",
             scratch_bytes=24,  # for the temporary matrices of Muon's Newton-Schulz iterations
-            iterations=5,
+            flops="decentral.engine.muon:flops",
             sharded="decentral.engine.sharded:ShardedMuon",
             takes_all=True,
+            frees_gradients=True,
         ),
     )
 }
@@ -124,6 +129,23 @@ DATA_KINDS = {
         ),
     )
 }
+
+READERS = {  # suffix of a file for data.kind huggingface -> kind of reader, with the name that `datasets` uses
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+FILES_OF_ROWS = tuple(suffix for suffix, reader in READERS.items() if reader != "text")  # no other kind reads these
+
+
+def kinds_with(holds: Callable[[DataKind], bool]) -> str:
+    """Return the names of the kinds of data of which `holds` is true, such as "huggingface or tokens"."""
+    return " or ".join(sorted(one.name for one in DATA_KINDS.values() if holds(one)))
 
 
 @cache

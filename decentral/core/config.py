@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from decentral.core import foreign_file, own_yaml
-from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
+from decentral.core.choices import ALGORITHMS, DATA_KINDS, FILES_OF_ROWS, OPTIMIZERS, DataKind, kinds_with
 from decentral.core.config_keys import keys_of
 from decentral.core.config_values import (
     Digest,
@@ -118,9 +118,10 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def format_is_read(self) -> "DataConfig":
-        """Refuse a `format` other than text unless `kind` is huggingface."""
+        """Refuse a `format` other than text unless `kind` has formats."""
         if self.format != "text" and not self.facts.has_formats:
-            raise ValueError(f"data.format {self.format} needs data.kind huggingface; data.kind is {self.kind}")
+            formatted = kinds_with(lambda one: one.has_formats)
+            raise ValueError(f"data.format {self.format} needs data.kind {formatted}; data.kind is {self.kind}")
         return self
 
     @model_validator(mode="after")
@@ -159,7 +160,7 @@ class TrainConfig(Strict):
     clip_norm: PositiveFloat = 1.0
     """Largest norm of a gradient: of the whole model, or of a fragment in routed training. Unit: L2 norm."""
     compile: bool = False
-    """Compile the layers with torch.compile, on CUDA and XPU only."""
+    """Compile the layers with torch.compile, on types of devices that support it."""
     eval_every_s: Interval = 15.0
     """Time between two evaluations of the held-out loss. Unit: seconds."""
     emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
@@ -339,9 +340,6 @@ class Config(Strict):
         return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
-FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # only data.kind huggingface reads such files
-
-
 def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs = NOTHING_NAMED) -> Config:
     """Return the config of a file, changed by overrides and then by flags.
 
@@ -372,8 +370,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     if kind.needs_tokenizer and found.tokenizer is None:
         raise UserError(f"config: data.kind {kind.name} needs data.tokenizer, or the flag --tokenizer PATH")
     if found.model.start_from is not None and kind.is_bytes and found.model.vocabulary != BYTES:
-        other = "but the model in model.from reads other tokens"
-        raise UserError(f"config: data.kind {kind.name} gives bytes, {other}; set data.kind to huggingface or tokens")
+        other, fitting = "but the model in model.from reads other tokens", kinds_with(lambda one: not one.is_bytes)
+        raise UserError(f"config: data.kind {kind.name} gives bytes, {other}; set data.kind to {fitting}")
     return found
 
 

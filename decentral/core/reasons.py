@@ -1,7 +1,7 @@
 """Every reason that a peer sends or journals when it refuses a message, abandons work, or fails.
 
-docs/PROTOCOL.md has a table of the reasons; tests/test_docs.py compares the table with this file. Another peer may send
-a word that is not listed, so a received reason is a plain string; a member of `Reason` compares equal to its string.
+The comment behind a reason is its meaning on the documentation's page REASONS. Another peer may send a word that is not
+listed, so a received reason is a plain string; a member of `Reason` compares equal to its string.
 """
 
 from enum import StrEnum
@@ -12,14 +12,14 @@ class Reason(StrEnum):
 
     # Reasons about the format of a message
     VERSION = "version"  # the header has another version of the protocol
-    UNKNOWN = "unknown"
+    UNKNOWN = "unknown"  # no message has that name
     FIELDS = "fields"  # the message lacks a field, has an unknown field, or has a value out of bounds
     GARBAGE = "garbage"  # the bytes cannot be decoded as a header or as a record
     OVERSIZE = "oversize"  # a header or a blob is larger than its bound
     UNEXPECTED = "unexpected"  # a message of this name is not allowed at this point of the protocol
 
     # Reasons about the transport
-    DEADLINE = "deadline"
+    DEADLINE = "deadline"  # no answer in time
     UNREACHABLE = "unreachable"  # nobody accepts connections at the peer's address
     CUT = "cut"  # the stream ended before the whole message had arrived
     RESOURCES = "resources"  # this machine cannot send a request: it has no file descriptor or no memory left
@@ -44,13 +44,13 @@ class Reason(StrEnum):
 
     # Reasons about records in the DHT
     IDENTITY = "identity"  # the key does not belong to that peer
-    SIGNATURE = "signature"
+    SIGNATURE = "signature"  # the signature does not fit
     EXPIRED = "expired"  # a record or an invitation has expired, or the lifetime of a record is too long
     AHEAD = "ahead"  # the record's time is in the future by more than the lifetime of a record
 
     # Reasons about membership of a private swarm
     UNINVITED = "uninvited"  # the peer has not proved that the swarm's founder invited it
-    REVOKED = "revoked"
+    REVOKED = "revoked"  # the founder revoked the invitation
     PERMISSION = "permission"  # the peer's invitation does not allow the requested action
 
     # Reasons about snapshots and exchanges
@@ -65,7 +65,7 @@ class Reason(StrEnum):
     BUSY = "busy"  # this peer has no capacity for more work now; the sender may ask again
     NOT_READY = "not-ready"  # this peer does not train yet, or has not reached the requested step
     STRANGER = "stranger"  # this peer has no record of the requesting peer, and answers only newcomers' requests
-    LEAVING = "leaving"
+    LEAVING = "leaving"  # this peer leaves the swarm
     GONE = "gone"  # this peer has dropped the micro-batch or round, or has left the swarm
 
     # Reasons about micro-batches
@@ -76,7 +76,7 @@ class Reason(StrEnum):
     COUNTED = "counted"  # an optimizer step has already used the micro-batch's gradients
 
     # Reasons about synchronous rounds
-    ROUND = "round"
+    ROUND = "round"  # the message belongs to another round
     ORIGIN = "origin"  # a member was asked for its own report, but sent the report of another member
     HOPS = "hops"  # the peers that computed the micro-batch do not cover all layers of the model
     NUMBER = "number"  # the message names a micro-batch twice, or claims a step number out of bounds
@@ -89,8 +89,8 @@ class Reason(StrEnum):
 
     # Reasons about changes of a peer's span of layers
     DONORS = "donors"  # no peer offers the state of a fragment that this peer wants to take over
-    MEMORY = "memory"
-    DISK = "disk"
+    MEMORY = "memory"  # the device lacks memory
+    DISK = "disk"  # the state could not be written
     NO_WEIGHTS = "no-weights"  # the run starts from a folder of pretrained weights, which this peer does not have
     NEEDED = "needed"  # if this peer gave up these fragments, too few other peers would hold them
     PROMISED = "promised"  # this peer has promised others to keep a fragment that it wants to give up

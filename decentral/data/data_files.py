@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from decentral.core import config, foreign_file
+from decentral.core.choices import READERS
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 from decentral.data import library_trial
@@ -26,16 +27,6 @@ from decentral.data import library_trial
 if TYPE_CHECKING:
     import datasets
 
-READERS = {  # suffix of a file name -> kind of reader, with the name that the package `datasets` uses
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".json": "json",
-    ".ndjson": "json",
-    ".arrow": "arrow",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-}
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")  # owner/name, or owner/name:subset, on the Hugging Face hub
 LEAST_PARTS = 32  # a data set with fewer parts is split further, so that readers get about equal amounts of data

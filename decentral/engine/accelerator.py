@@ -10,7 +10,8 @@ from types import ModuleType
 
 import torch
 
-ACCELERATORS = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # torch's device type -> the name that messages use
+from decentral.core.device_names import ACCELERATORS
+
 STREAMED = ("cuda", "xpu")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from decentral.core import config
-from decentral.core.device_names import valid_device
+from decentral.core.device_names import ACCELERATORS, valid_device
 from decentral.core.errors import UserError
 from decentral.core.layer_work import UNMEASURED
 from decentral.core.rank_place import Place
@@ -38,7 +38,7 @@ def choose(wanted: str, throttle: float = 1.0, emulated_s: float = 0.0) -> Devic
     device = torch.device(accelerator.type_here() if valid_device(wanted) == "auto" else wanted)
     if device.type != "cpu" and (device.index or 0) >= (count := accelerator.count(device)):
         kind = device.type
-        none = f"no {accelerator.ACCELERATORS[kind]} device; use --device cpu"
+        none = f"no {ACCELERATORS[kind]} device; use --device cpu"
         few = {0: none, 1: f"only {kind}:0"}.get(count, f"only {kind}:0 to {kind}:{count - 1}")
         raise UserError(f"--device {wanted}: this machine has {few}")
     return Device(device, accelerator.training_dtype(device), throttle, emulated_s)

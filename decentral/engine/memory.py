@@ -313,7 +313,7 @@ def choose_what_is_kept(run: config.Config, whole: bool, ranks: int = 1) -> None
     if not whole:
         give_back_what_is_freed(ranks)
     else:
-        keep_what_is_freed(PRODUCT_BYTES if large and OPTIMIZERS[run.train.optimizer].stretch else KEPT_BYTES)
+        keep_what_is_freed(PRODUCT_BYTES if large and OPTIMIZERS[run.train.optimizer].frees_gradients else KEPT_BYTES)
 
 
 def give_back_what_is_freed(ranks: int = 1) -> None:

@@ -18,13 +18,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import TrainConfig
 from decentral.engine.optimizers import Operands, views
 
 MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one Newton-Schulz iteration, as in Jordan's post and torch
-_ITERATIONS = OPTIMIZERS["muon"].iterations
+_ITERATIONS = 5
 _EPSILON = 1e-7
 BATCH_ELEMENTS = 1 << 24  # a batch of matrices has at most this many elements, each of which takes 24 bytes of memory
 _BF16_SIDE = 256  # CPUs with bf16 units multiply twice as fast in bf16 if a matrix's shorter side is at least this
@@ -54,6 +53,12 @@ class Muon:
     def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
         """Take a Muon step, unless `void`: change the weights and momenta in `operands` in place."""
         muon_step(operands.weights, operands.gradients, operands.first, rate, self.train.weight_decay, void)
+
+
+def flops(rows: int, columns: int) -> float:
+    """Return the FLOPs of the Newton-Schulz iterations of a matrix in a step; an iteration has three products."""
+    short, long = sorted((rows, columns))
+    return _ITERATIONS * (4.0 * short**2 * long + 2.0 * short**3)
 
 
 def muon_step(

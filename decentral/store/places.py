@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 SEND_BYTES = 5 * MiB  # content is sent in pieces of at most this size, the minimum in multipart uploads of S3
+PLACES = "a folder, s3://BUCKET/PATH or hf://USER/NAME"  # what the help of commands names
 HUB_PROTOCOL = "hf"  # fsspec's name of the Hugging Face Hub
 WITH_FOLDERS = ("file", "sftp", "ssh", "ftp", "smb", "webdav", "hdfs", "webhdfs", "memory")
 """Providers on which a folder must be created before a file is written in it. With other providers, creating a folder
@@ -252,7 +253,7 @@ def checked_place(text: str, flag: str) -> str:
     scheme, is_address, rest = text.partition("://")
     if not is_address:
         if not text:
-            raise UserError(f"{flag} expects a folder, s3://BUCKET/PATH or hf://USER/NAME; got nothing")
+            raise UserError(f"{flag} expects {PLACES}; got nothing")
         if re.match(r"[a-z0-9]{2,}:/?[^/]", text):
             raise UserError(f"{flag} expects s3://BUCKET/PATH, or ./{text} for a folder of that name; got {text!r}")
         return str(Path(text).absolute())

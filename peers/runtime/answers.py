@@ -19,7 +19,7 @@ from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.prober import zeros
+from decentral.peers.membership.link_probes import zeros
 from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.handlers import Handlers, PeerEffect
 from decentral.peers.runtime.progress import TrainingProgress

@@ -38,7 +38,7 @@ from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.joining.join import Join, JoinPhase, JoinTag
 from decentral.peers.membership.holders import Holders
-from decentral.peers.membership.prober import Prober, ProbeTag
+from decentral.peers.membership.link_probes import Prober, ProbeTag
 from decentral.peers.membership.record_gossip import RecordGossip, RecordsTag
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import Roster

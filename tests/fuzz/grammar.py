@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 
 from decentral.comm.wire import blobs, codec, messages
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import ExecutionId, Hop, Message, RoundMember, Snapshot
+from decentral.comm.wire.messages import ExecutionId, Hop, Message, Question, RoundMember, Snapshot
 from decentral.comm.wire.transport import Ask
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment, Layout, Section
@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership import records, swarm_size
-from decentral.peers.membership.prober import zeros
+from decentral.peers.membership.link_probes import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.node import Node
 from decentral.scheduler.placement import evaluate, plans
@@ -37,22 +37,9 @@ LIARS_ROUND = 7
 CALM = 0.97  # share of what a calm crowd says that is no lie
 DAMAGED = 0.02  # share of messages whose bytes are damaged on the way
 
-QUESTIONS: tuple[type[Message], ...] = (
-    messages.Hello,
-    messages.Ping,
-    messages.Probe,
-    messages.Pull,
-    messages.StateRequest,
-    messages.Offer,
-    messages.ForwardRequest,
-    messages.ForwardStatusQuery,
-    messages.CommitDecision,
-    messages.CommitQuery,
-    messages.LeaseRequest,
-    messages.RecordsQuery,
-    messages.RoundQuery,
-    messages.CollectRequest,
-)
+QUESTIONS: tuple[type[Message], ...] = tuple(
+    kind for kind in get_args(Message) if issubclass(kind, Question) and kind is not messages.MembershipProof
+)  # MembershipProof: tests/fuzz/private.py
 ROUNDS = (messages.RoundQuery, messages.CollectRequest)
 REFUSALS = (
     "busy",

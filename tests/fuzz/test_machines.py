@@ -44,7 +44,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "peers.joining.donor.Donor": ("asked", "pull", (messages.StateRequest,)),
     "peers.joining.fetch.Fetch": ("handle", "synchronous", ()),
     "peers.joining.join.Join": ("handle", "newcomer", ()),
-    "peers.membership.prober.Prober": ("handle", "pull", (messages.Probe, messages.Ping)),
+    "peers.membership.link_probes.Prober": ("handle", "pull", (messages.Probe, messages.Ping)),
     "peers.membership.revocation_watch.RevocationWatch": ("handle", "private", ()),
     "peers.membership.roster.Roster": ("handle", "pull", ()),
     "peers.membership.record_gossip.RecordGossip": ("handle", "pull", (messages.RecordsQuery,)),

@@ -1,7 +1,7 @@
 """Predict how fast devices train a run's model, from published peaks or by measuring. Start at `machines_of`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from decentral.commands.estimates.cards import Card, card
 from decentral.commands.estimates.own_speed import OwnSpeed, own_speed
 from decentral.commands.estimates.places import PeerGroup
 from decentral.commands.estimates.traffic import NUMBER_S, Gossiper
-from decentral.core import config
+from decentral.core import choices, config
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import Config
 from decentral.core.layer_work import FORWARD_PART, KindCost, KindCosts
@@ -167,10 +167,9 @@ def _flops_of_step(run: Config) -> float:
 
 
 def _optimizer_flops(run: Config) -> float:
-    """Return the FLOPs of an optimizer step's Newton-Schulz iterations, each of which has three products."""
-    iterations = OPTIMIZERS[run.train.optimizer].iterations
-    if not iterations or run.model.lora is not None:
+    """Return the FLOPs that an optimizer step spends on the blocks' matrices."""
+    code = OPTIMIZERS[run.train.optimizer].flops
+    if not code or run.model.lora is not None:
         return 0.0
-    sides = [(min(shape), max(shape)) for shape in run.model.block_shapes.values()]
-    block = sum(4.0 * short**2 * long + 2.0 * short**3 for short, long in sides)
-    return iterations * block * run.model.depth
+    flops: Callable[[int, int], float] = choices.load(code)
+    return sum(flops(inputs, outputs) for inputs, outputs in run.model.block_shapes.values()) * run.model.depth

@@ -18,7 +18,7 @@ from decentral.comm.wire.meter import LOCAL_S, WARM_UP_BYTES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
-from decentral.peers.membership.prober import LONG_PROBE_BYTES, LONG_PROBE_S, PROBE_BYTES, longest_pause_s
+from decentral.peers.membership.link_probes import LONG_PROBE_BYTES, LONG_PROBE_S, PROBE_BYTES, longest_pause_s
 from decentral.peers.runtime.peer_selection import WEIGHT_FLOOR
 from decentral.peers.runtime.window_lengths import THIN_PARTNERS, common_need_s, most_windows
 from decentral.scheduler.topology.arrays import Flags, Floats

@@ -16,7 +16,7 @@ from decentral.comm.wire.transport import AskError
 from decentral.core.ids import PeerId
 from decentral.core.units import MiB
 from tests.comm.net.loopback import Loopback
-from tests.comm.net.test_transport_suite import IN_PROCESS, LONG_S, OverLibp2p, Pair, pong
+from tests.comm.net.test_transport_suite import EVERY_WORLD, LONG_S, WORLDS, Pair, pong
 from tests.comm.wire.invited import NOW, founder, member
 
 CONFIG = "the config of a private swarm"
@@ -43,10 +43,9 @@ class PrivatePair(Pair):
         return self.ask(Envelope(Hello())).envelope.message
 
 
-@pytest.fixture(scope="module", params=[*IN_PROCESS, pytest.param("libp2p", marks=pytest.mark.swarm)])
+@pytest.fixture(scope="module", params=EVERY_WORLD)
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivatePair]:
-    world = IN_PROCESS[request.param]() if request.param in IN_PROCESS else OverLibp2p()
-    pair = PrivatePair(world, tmp_path_factory.mktemp(request.param))
+    pair = PrivatePair(WORLDS[request.param](), tmp_path_factory.mktemp(request.param))
     yield pair
     pair.close()
 

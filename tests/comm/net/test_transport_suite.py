@@ -241,13 +241,16 @@ async def pong(sender: PeerId, question: Envelope) -> Envelope:
     return Envelope(Pong(question.message.nonce))
 
 
-IN_PROCESS: dict[str, Callable[[], InMemory | InVirtualTime]] = {"loopback": InMemory, "virtual": InVirtualTime}
+WORLDS: dict[str, Callable[[], InMemory | InVirtualTime | OverLibp2p]] = {
+    **{"loopback": InMemory, "virtual": InVirtualTime},
+    "libp2p": OverLibp2p,
+}
+EVERY_WORLD = [pytest.param(name, marks=[pytest.mark.swarm] * (name == "libp2p")) for name in WORLDS]
 
 
-@pytest.fixture(scope="module", params=[*IN_PROCESS, pytest.param("libp2p", marks=pytest.mark.swarm)])
+@pytest.fixture(scope="module", params=EVERY_WORLD)
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    world = IN_PROCESS[request.param]() if request.param in IN_PROCESS else OverLibp2p()
-    pair = Pair(world, tmp_path_factory.mktemp(request.param))
+    pair = Pair(WORLDS[request.param](), tmp_path_factory.mktemp(request.param))
     yield pair
     pair.close()
 

@@ -22,7 +22,7 @@ from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
-from decentral.peers.membership.prober import ProbeTag
+from decentral.peers.membership.link_probes import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, SAMPLED_NEW, Learn, Roster, RosterEffect, RosterEntry
 from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published

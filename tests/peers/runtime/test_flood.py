@@ -17,6 +17,7 @@ from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.peers.runtime.handlers import PeerEffect
+from tests.fuzz.grammar import QUESTIONS
 from tests.peers.runtime.test_node import ALGORITHMS, BLOB, LAYOUT, NOW, RUN, Algorithm, Played
 
 EACH = 1300  # names, each of which asks a question of each kind
@@ -46,9 +47,14 @@ def questions(number: int, now: float, chance: Random) -> list[tuple[Message, by
         (messages.ForwardStatusQuery(RUN, id), b""),
         (messages.CommitDecision(RUN, (), (id,)), b""),
         (messages.CommitQuery(RUN, (id,)), b""),
+        (messages.RecordsQuery(RUN, b"", (number.to_bytes(8),)), b""),
         (messages.RoundQuery(RUN, number % 5, 0, 3, True), b""),
         (messages.CollectRequest(RUN, number % 5, origin, None, late, False), b""),
     ]
+
+
+def test_the_flood_has_every_kind_of_question() -> None:
+    assert {type(message) for message, _ in questions(0, NOW, Random(0))} == set(QUESTIONS)
 
 
 def containers(root: object) -> Iterator[tuple[str, Collection[Any]]]:

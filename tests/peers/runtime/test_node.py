@@ -43,7 +43,7 @@ from decentral.core.journal.events import AddressesLine, StatementLine, StatusLi
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
-from decentral.peers.membership.prober import ProbeTag, UploadTag
+from decentral.peers.membership.link_probes import ProbeTag, UploadTag
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.statements import opened
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent

@@ -1,34 +1,32 @@
 """What a real node gives to peers without a record, and how far others can go with its controls."""
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from decentral.comm.wire import messages
-from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Refused
+from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Question, Refused, RunQuestion
 from decentral.comm.wire.transport import AskFailed
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
-from decentral.peers.membership.prober import ProbeTag
+from decentral.peers.membership.link_probes import ProbeTag
+from tests.comm.wire.test_codec import EXAMPLES
 from tests.peers.runtime.test_node import BLOB, LAYOUT, RUN, STRANGER, Played
 
-FOR_MEMBERS: list[tuple[Any, Message, bytes]] = [
-    ("pull", messages.Pull(RUN, 0, 0, 0.0, 5.0), b""),
-    ("pull", messages.Probe(messages.MAX_PROBE_BYTES), b""),
-    ("pull", messages.Offer(RUN, 1, 1), b""),
-    ("pull", ForwardRequest(RUN, "S", 7, 1, 1 << 19, 5.0, 5.0, LAYOUT), BLOB),
-    ("pull", messages.LeaseRequest(RUN, 0), b""),
-    ("synchronous", messages.CollectRequest(RUN, 0, "S", None, 5.0, True), b""),
+FOR_MEMBERS = [
+    replace(one, run=RUN) if isinstance(one, RunQuestion) else one
+    for one in EXAMPLES
+    if isinstance(one, Question) and not one.for_strangers and not isinstance(one, messages.MembershipProof)
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "message", "blob"), FOR_MEMBERS)
-def test_a_stranger_gets_nothing_that_only_members_need(algorithm: Any, message: Message, blob: bytes) -> None:
-    played = Played(algorithm, "training")
-    played.ask(1, STRANGER, message, blob)
+@pytest.mark.parametrize("message", FOR_MEMBERS, ids=lambda message: type(message).__name__)
+def test_a_stranger_gets_nothing_that_only_members_need(message: Message) -> None:
+    played = Played("synchronous" if isinstance(message, messages.CollectRequest) else "pull", "training")
+    played.ask(1, STRANGER, message, BLOB)
     assert played.answers[1].message == Refused("stranger")
-    played.ask(2, played.known.peer, message, blob)
+    played.ask(2, played.known.peer, message, BLOB)
     answer = played.answers.get(2)
     assert answer is None or answer.message != Refused("stranger")
 

@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Woke
 from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
-from decentral.peers.membership.prober import Prober
+from decentral.peers.membership.link_probes import Prober
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.shared_links import SiteLink
 from decentral.sim.network.virtual_network import Network, Outcome, Port, Respond

@@ -10,7 +10,7 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Woke
 from decentral.core.reasons import Reason
-from decentral.peers.membership.prober import (
+from decentral.peers.membership.link_probes import (
     DOWN_PROBE_BYTES,
     LEAST_PROBE_BYTES,
     LONG_PROBE_BYTES,
