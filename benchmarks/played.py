@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from decentral.commands.estimates import playing
+from decentral.commands.estimates import judging
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler.throughput.plan import throughput_plan
@@ -38,7 +38,7 @@ def row(where: Path, args: argparse.Namespace) -> dict[str, str | float]:
     swarm, run_config = topology.load(where), config.load(args.model, args.set)
     planning = time.process_time()
     budget = SearchBudget(args.plan_seconds)  # whatever else runs here, a seed gives one plan
-    judge = None if args.alone else playing.judge(run_config, swarm, SearchBudget(args.judge_seconds))
+    judge = None if args.alone else judging.judge(run_config, swarm, SearchBudget(args.judge_seconds))
     plan = throughput_plan(swarm, run_config, "genetic", args.seed, budget, judge=judge)
     planning_s = time.process_time() - planning
     tokens = min(plan.micro_batches.values()) * run_config.model.context

@@ -46,7 +46,7 @@ MOST_PAIRS = 8  # at most this many pairs (number of stages, number of replicas)
 PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, because some may arrive late
 LOOK_PAUSE_S = 0.5
 # A search for throughput gets this share of --seconds. The simulator, which plays the best plans, gets the rest and
-# `playing.JUDGED_S`.
+# `judging.JUDGED_S`.
 SEARCHED_SHARE = 0.7
 LEAST_FLOPS = 1.0  # a peer whose record has fewer FLOP/s, or no memory, is left out: it can compute nothing
 
@@ -136,12 +136,12 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
 
             utilisation = UTILISATION if options.join is None else 1.0  # live peers' FLOP/s are those of training
             return sync_plan(topology, options.solver, options.seed, budget, utilisation)
-        from decentral.commands.estimates import playing
+        from decentral.commands.estimates import judging
         from decentral.scheduler.throughput.plan import throughput_plan
 
         config = load_config(options.model) if options.model or swarm is None else swarm.config
-        played_s = playing.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
-        judge = playing.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
+        played_s = judging.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
+        judge = judging.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
         utilisation = layer_costs.UTILISATION if swarm is None else 1.0
         now = None if options.model or swarm is None else swarm.spans
         solver, seed, holders = options.solver, options.seed, options.holders
