@@ -109,25 +109,27 @@ def exercise_whole(run: config.Config, span: tuple[int, int], folder: Path) -> N
     compute = Compute(setup_of(run, span, folder))
     compute.do(jobs.Start(newcomer=False))
     compute.step()
-    closed = []
-    for fragment in compute.fragments:
-        window = compute.do(jobs.CloseWindow(fragment.index, 1))
-        assert isinstance(window, jobs.WindowClosed)
-        names = tuple(section.name for section in window.on_request)
-        closed.append((window, compute.do(jobs.EncodeSections(fragment.index, 1, names))))
-    compute.step()
-    for window, encoded in closed:
-        assert isinstance(encoded, jobs.SectionsEncoded)
-        merge(compute, window)
-    compute.step()
+    for seq in (1, 2):  # the second windows also have what the first have not published
+        closed = []
+        for fragment in compute.fragments:
+            window = compute.do(jobs.CloseWindow(fragment.index, seq))
+            assert isinstance(window, jobs.WindowClosed)
+            names = tuple(section.name for section in window.on_request)
+            closed.append((window, compute.do(jobs.EncodeSections(fragment.index, seq, names))))
+        compute.step()
+        compute.step()  # so that AdamW does not take all of the correction
+        for window, encoded in closed:
+            assert isinstance(encoded, jobs.SectionsEncoded)
+            merge(compute, window, seq)
+        compute.step()
     assert isinstance(compute.do(jobs.Save()), jobs.Saved)
     compute.step()
 
 
-def merge(compute: Compute, window: jobs.WindowClosed) -> None:
+def merge(compute: Compute, window: jobs.WindowClosed, seq: int = 1) -> None:
     """Merge the window with three partners' windows, which are copies of it."""
     partners = [jobs.Contribution(PeerId(n), 1, window.layout, window.blob) for n in "BCD"]
-    merged = compute.do(jobs.Merge(window.fragment, 1, tuple(partners)))
+    merged = compute.do(jobs.Merge(window.fragment, seq, tuple(partners)))
     assert isinstance(merged, jobs.Merged), merged
 
 

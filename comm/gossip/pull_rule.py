@@ -32,6 +32,7 @@ from decentral.comm.gossip.update_rules import (
     Window,
     sliced,
 )
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import LARGE_ELEMENTS
 from decentral.core.ids import PeerId
@@ -53,9 +54,11 @@ class PullRule(UpdateRule):
     bytes of memory for each parameter, and 4 more for a fragment whose window waits for its merge.
 
     A large fragment keeps its residual in int8. After a merge with rho = 1 (always with Muon), the baseline is phi plus
-    the residual and is not stored: 5 bytes a parameter then, 9 while a window waits. The rounding error is at most a
-    254th of the largest residual among 256 neighbours. The residuals of codes shorter than q4 hold most of a window's
-    training, of which small numbers would be lost; they are kept in bf16, which takes a byte more.
+    the residual and is not stored. While the next window waits for its merge, it is phi plus that residual, minus the
+    pseudo-gradient, minus the new residual. So gossip takes 5 bytes a parameter, and 6 while a window waits. The
+    rounding error is at most a 254th of the largest residual among 256 neighbours, and it is not lost: as the baseline
+    differs by it, the next merge moves the live weights by it. The residuals of codes shorter than q4 hold most of a
+    window's training, of which small numbers would be lost; they are kept in bf16, which takes a byte more for each.
     """
 
     rounds_residual = True
@@ -76,8 +79,10 @@ class PullRule(UpdateRule):
         self.slices = {section.name: part for section, part in slices.items()}  # of phi, by name of the section
         self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
         self.may_round = False  # whether the newest window's residual may be rounded to int8
-        self._baseline: Tensor | None = None  # None: the baseline is phi plus the residual
+        self._baseline: Tensor | None = None  # None: the baseline is computed from phi and the residuals
         self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
+        # While a window waits for its merge and the baseline is not stored: the residual before the window's close.
+        self._earlier: Tensor | bytes | None = None
         self.history = PartnerHistory()
         # The secret positions at which peers' vectors are compared; chosen at the first merge.
         self.sample: WindowSample | None = None
@@ -86,7 +91,9 @@ class PullRule(UpdateRule):
             self.load(theta, {})
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
-        """Pack the window's pseudo-gradient; the tensor `theta`, which `buffer` returned, becomes the baseline.
+        """Pack the window's pseudo-gradient; the weights `theta` become the baseline.
+
+        If the baseline is stored, it is this tensor, which `buffer` has returned.
 
         Raises:
             ProtocolError: If a number is not finite.
@@ -98,7 +105,11 @@ class PullRule(UpdateRule):
         blob, length = kernels.close(theta, baseline, residual, code)
         self.history.experience.closed(length)
         self.may_round = self.elements >= LARGE_ELEMENTS and code == PSEUDO_GRADIENT_CODEC
-        self.baseline, self.residual = theta, residual
+        if self._baseline is None:
+            self._earlier = self._residual
+        else:
+            self._baseline = theta
+        self.residual = residual
         self.unsent_kept = UNSENT_KEPT if code == SPARSE_CODEC else 0.0
         sent = blob if code == PSEUDO_GRADIENT_CODEC else kernels.narrow(code, blob, self.elements)
         packer.add_encoded(PSEUDO_GRADIENT, code, self.elements, sent)
@@ -113,8 +124,15 @@ class PullRule(UpdateRule):
         """
         if self._baseline is not None:
             return self._baseline
-        residual = self.residual
-        return self.phi if residual is None else self.tools.vector(self.elements).copy_(self.phi).add_(residual)
+        residual, published = self.residual, self.published()
+        if residual is None:
+            return self.phi
+        baseline = self.tools.vector(self.elements).copy_(self.phi)
+        if published is None:
+            return baseline.add_(residual)
+        if (earlier := self._decoded(self._earlier)) is not None:
+            baseline.add_(earlier)
+        return baseline.sub_(published).sub_(residual)
 
     @baseline.setter
     def baseline(self, vector: Tensor) -> None:
@@ -123,11 +141,7 @@ class PullRule(UpdateRule):
     @property
     def residual(self) -> Tensor | None:
         """The quantisation error that no window has published yet, fp32 [n], if it is kept apart; else None."""
-        match self._residual:
-            case bytes() as rounded:
-                return self.tools.codecs.decode(SLOW_WEIGHTS_CODEC, rounded, self.elements)
-            case kept:
-                return None if kept is None else kept.float()
+        return self._decoded(self._residual)
 
     @residual.setter
     def residual(self, vector: Tensor | None) -> None:
@@ -137,6 +151,12 @@ class PullRule(UpdateRule):
             self._residual = self.tools.codecs.encode(SLOW_WEIGHTS_CODEC, vector)
         else:
             self._residual = vector.bfloat16()
+
+    def _decoded(self, residual: Tensor | bytes | None) -> Tensor | None:
+        """Return a residual as it is stored as fp32 [n]; None if there is none."""
+        if isinstance(residual, bytes):
+            return self.tools.codecs.decode(SLOW_WEIGHTS_CODEC, residual, self.elements)
+        return None if residual is None else residual.float()
 
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these slices of the slow weights phi."""
@@ -181,7 +201,8 @@ class PullRule(UpdateRule):
         shares = influence.token_shares(own.tokens, claims, trust)
         near = experience.usual_distance([(one.peer, one.distance) for one in possible if one.slow])
         steps_taken = [Weighted(1.0 - sum(shares), blob)]
-        vectors = OuterVectors(self.phi, self.baseline, self.tools.vector(self.elements))
+        self._baseline = self.baseline  # computed before phi changes
+        vectors = OuterVectors(self.phi, self._baseline, self.tools.vector(self.elements))
         for share, one in zip(shares, pulled, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
             if one.slow:
@@ -213,8 +234,12 @@ class PullRule(UpdateRule):
 
     def _end_unmerged(self) -> None:
         """Apply the closed window to phi if no merge has done so, for example after a failed change of layers."""
-        if self.closed is not None:
-            self.phi.sub_(self._read(self.closed[1]))
+        if self.closed is None:
+            return
+        self.phi.sub_(self._read(self.closed[1]))
+        if self._baseline is None:  # it is then phi plus the residual before the close, as nothing else was applied
+            self._residual, self.closed, self._earlier = self._earlier, None, None
+        else:
             self._end_window()
 
     def _keep_unsent(self, vectors: OuterVectors, share: float) -> None:
@@ -239,7 +264,7 @@ class PullRule(UpdateRule):
         else:
             self.baseline = self.baseline.add_(self._error())
             self.residual = None
-        self.closed = None
+        self.closed = self._earlier = None
 
     def published(self) -> Tensor | None:
         """Return the quantised pseudo-gradient, fp32 [n], of the closed window; None if it is merged already."""
@@ -266,11 +291,16 @@ class PullRule(UpdateRule):
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Continue with the weights `theta` and a checkpoint's `state`; with an empty state, start with phi = theta."""
-        self.closed = self.residual = None
+        self.closed = self.residual = self._earlier = None
         self.history.outliers.forget()
         if "phi" in state:
             self.phi.copy_(state["phi"])
-            self.baseline = self.tools.vector(self.elements).copy_(theta).add_(state["owed"])
+            baseline = self.tools.vector(self.elements).copy_(theta).add_(state["owed"])
+            if self._rounds and OPTIMIZERS[self.tools.optimizer].takes_all:
+                self.may_round = False  # bf16 loses less of it
+                self.baseline, self.residual = self.phi, baseline.sub_(self.phi)
+            else:
+                self.baseline = baseline
             return
         if theta is not self.phi:
             self.phi.copy_(theta)

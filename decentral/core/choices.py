@@ -21,14 +21,17 @@ class Algorithm:
     name: str
     rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
     memory_bytes: int  # gossip state and published snapshots together take at most this many bytes per parameter
-    large_memory_bytes: int = 0  # `memory_bytes` of a fragment with at least LARGE_ELEMENTS parameters; 0: the same
+    # `memory_bytes` of a fragment with at least LARGE_ELEMENTS parameters, and of such a fragment whose merges are all
+    # applied in full (`Optimizer.takes_all`), in a peer that does not divide its layers; 0: the same
+    large_memory_bytes: int = 0
+    full_merge_memory_bytes: int = 0
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
 
-    def state_bytes(self, parameters: int) -> int:
+    def state_bytes(self, parameters: int, full_merges: bool) -> int:
         """Return the most bytes that gossip state and snapshots take in a fragment with this many parameters."""
-        large = parameters >= LARGE_ELEMENTS and self.large_memory_bytes
-        return parameters * (large or self.memory_bytes)
+        large = self.full_merge_memory_bytes if full_merges else self.large_memory_bytes
+        return parameters * (large if large and parameters >= LARGE_ELEMENTS else self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ ALGORITHMS = {
             rule="decentral.comm.gossip.pull_rule:PullRule",
             memory_bytes=16,  # 12 in fp32 vectors, 4 in our snapshot and its encoded answers
             large_memory_bytes=12,  # 10 in vectors, since one is int8 or bf16; 2 in our snapshot with the slow weights
+            full_merge_memory_bytes=9,  # 4 in an fp32 vector, 3 in two residuals (int8: 2, bf16: 4); 2 in our snapshot
         ),
         Algorithm(
             name="allreduce",
