@@ -291,7 +291,8 @@ def test_an_exception_is_needed() -> None:
 @pytest.mark.parametrize("library", KNOWS)
 def test_a_library_is_used_by_the_modules_that_may_know_it_and_by_no_other(library: str) -> None:
     known = [f"{room}.{name}" for room, names in KNOWS[library].items() for name in names.split()]
-    assert sorted(module for module in MODULES if library in used(module)) == sorted(known)
+    found = sorted(module for module in MODULES if library in used(module))
+    assert found == sorted(known), f"KNOWS of tests/test_rooms.py must name the modules that use {library}"
 
 
 @pytest.mark.parametrize("machine", machines())

@@ -20,12 +20,10 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
 from decentral.comm.wire.messages import (
     MAX_ROUTE_S,
-    Hello,
     MembershipProof,
     Message,
-    Ping,
     Probe,
-    RecordsQuery,
+    Question,
     Refused,
 )
 from decentral.comm.wire.private_swarm import MAX_UNPROVEN_BYTES, NOT_COUNTED, PrivateSwarm, refuse_unproven
@@ -389,7 +387,7 @@ class Server:
         async with asyncio.timeout(STREAM_ANSWER_S):
             answer = await self.handler(sender, question)
         there = await self._write(writer, answer)
-        if not share.known and isinstance(question.message, Hello | Ping | RecordsQuery):
+        if not share.known and isinstance(question.message, Question) and question.message.for_strangers:
             await asyncio.sleep(STRANGER_PAUSE_S)  # limits peers without a known record to about 300 questions/s in all
         return there
 
