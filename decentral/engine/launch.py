@@ -213,7 +213,7 @@ def choose_parts(
         raise UserError(f"--split {split}: with {reason} each device holds the whole model; use --split copies")
     if split is Split.TENSOR and (reason := _uneven(run, island.size)):
         raise UserError(f"--split tensor: {reason}; use --split parts")
-    least = memory.part_of(needs, run, island.size).span_bytes(0, count)
+    least = memory.needs_on(run, device, divided=True).span_bytes(0, count)
     if least > available:
         why = f"a part of the model on each of {island.size} devices takes {least} bytes"
         raise UserError(f"--memory {available}: {why}; {advice}")

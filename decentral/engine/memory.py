@@ -120,23 +120,24 @@ def needs(
     )
 
 
-def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
+def needs_on(run: config.Config, device: Device, divided: bool = False) -> MemoryNeeds:
     """Return the bytes that each fragment of the run's model takes on a device.
 
-    In an island that shards, these are the bytes on one rank. On a GPU, gossip state is not counted, because it is in
-    host memory, and the allocator gives the memory of freed activations to gradients: a backward pass takes the larger
-    of the two, not their sum. With bf16 arithmetic, activations count half: measurements gave 0.45 and 0.51 of their
-    fp32 bytes (docs/results/gpu.md).
+    If the device's island shards, or `divided` is True, these are the bytes on one rank. On a GPU, gossip state is not
+    counted, because it is in host memory, and the allocator gives the memory of freed activations to gradients: a
+    backward pass takes the larger of the two, not their sum. With bf16 arithmetic, activations count half: measurements
+    gave 0.45 and 0.51 of their fp32 bytes (docs/results/gpu.md).
     """
+    divided = divided or device.ranks.sharded
     if device.device.type == "cpu":
-        found = needs(run, divided=device.ranks.sharded)
+        found = needs(run, divided=divided)
     else:
         found = replace(needs(run, gossip_apart=True), kept=0)
         if run.train.accumulate == 1:
             found = replace(found, late_gradients=tuple(_number_bytes(run) * one.parameters for one in found.fragments))
         if device.dtype == torch.bfloat16:
             found = replace(found, activations=tuple(size // 2 for size in found.activations))
-    return part_of(found, run, device.ranks.size) if device.ranks.sharded else found
+    return part_of(found, run, device.ranks.size) if divided else found
 
 
 def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
