@@ -7,19 +7,50 @@ run has rounds (comm/rounds/round.py) instead of exchanges, and its peers refuse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decentral.comm.gossip.exchange import PullExchange
-from decentral.comm.gossip.snapshots import FragmentContext
+from decentral.comm.gossip.snapshots import FragmentContext, SnapshotStore
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
 from decentral.comm.wire.transport import Effect, Event
 from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
 from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.setup import PresentSetup
+
+
+class Exchange(Protocol):
+    """What a peer needs of the exchange machine of one fragment, as `PullExchange` is one.
+
+    The tags of its questions are `ExchangeTag`s (comm/gossip/exchange.py), by which the node finds it. A new one also
+    gets a node of its own in `setup_of` of tests/fuzz/fuzzed_node.py.
+    """
+
+    context: FragmentContext
+    seq: int  # number of the last closed window
+    usual_answer_bytes: int
+    lasted_s: Seconds  # time between the last two closes
+    blocking: bool  # whether training waits for each merge
+    published: SnapshotStore
+
+    @property
+    def pulled(self) -> dict[PeerId, tuple[Seconds, Seconds]]:
+        """Return each pulled partner's (time of the close, seconds that the window lasted), as the partner says."""
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        """Return when the machine needs a timer event (Woke) next; None while it waits only for other events."""
+
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
+        """Return the effects of an event."""
+
+    def replan(self, now: Seconds) -> None:
+        """End the present window earlier, if a shorter window is now enough."""
 
 
 @dataclass(slots=True)
@@ -29,7 +60,7 @@ class FragmentExchanges:
     setup: PresentSetup
     selection: PeerSelection
     counts: ExchangeTotals = field(default_factory=ExchangeTotals)
-    running: dict[int, PullExchange] = field(default_factory=dict)
+    running: dict[int, Exchange] = field(default_factory=dict)
     _dropped: set[int] = field(default_factory=set)
     _wake: Seconds | None = None
 
@@ -117,7 +148,7 @@ class FragmentExchanges:
             return None
         return Refused(Reason.NOT_READY if index in self.setup.now.held else Reason.FRAGMENT)
 
-    def _exchange(self, fragment: Fragment, now: Seconds) -> PullExchange:
+    def _exchange(self, fragment: Fragment, now: Seconds) -> Exchange:
         """Return a new exchange of a fragment; windows of different fragments end at different times."""
         setup, known = self.setup.now, self.algorithm
         assert not known.exact, f"{known.name} has no exchanges"

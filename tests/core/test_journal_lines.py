@@ -42,7 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what a line must have: without it nobod
 def test_an_event_is_the_same_after_it_was_a_line(kind: type[JournalEvent]) -> None:
     name = name_of(kind)
     found = JOURNAL_LINES.parse({"t": 5.0, "event": name, **NEEDED.get(name, {})})
-    assert found is not None
+    assert found is not None, f"NEEDED of tests/core/test_journal_lines.py lacks the fields without defaults of {name}"
     assert type(found.event) is kind
     line = json.loads(strict_json.dumps(JOURNAL_LINES.line(5.0, found.event)))
     assert JOURNAL_LINES.parse(line) == found

@@ -306,7 +306,8 @@ def test_every_job_but_the_last_has_a_kind_of_time_that_was_chosen_for_it() -> N
     assert set(TIME) == set(KINDS)
     chosen = [kind for kinds in TIME.values() for kind in kinds]
     assert len(chosen) == len(set(chosen))
-    assert set(chosen) == set(get_args(jobs.Job)) - {jobs.Finish}
+    every = set(get_args(jobs.Job)) - {jobs.Finish}
+    assert set(chosen) == every, "each needs a place in TIME of tests/engine/test_threads.py"
 
 
 @pytest.mark.parametrize("kind", TIME)

@@ -94,6 +94,9 @@ class Device:
                 return jobs.Undone(job.local_id, True)
             case jobs.Forget():
                 return jobs.Forgotten()
+            case jobs.Compare(local_id, gradients=gradients):
+                alike = (jobs.Likeness(1.0, 1.0), jobs.UNLIKE)
+                return jobs.Compared(local_id, tuple(self.chance.choice(alike) for _ in gradients[1:]))
             case jobs.CloseRound(round, executions):
                 return self._close_round(round, executions)
             case jobs.Advance(tokens=tokens, loss=loss, micro_batches=own, sums=sums):
@@ -145,7 +148,9 @@ class Device:
                 return jobs.Evaluated(self.steps * TOKENS, 2.0, 0.01)
             case jobs.Save():
                 return jobs.SaveFailed("disk") if self._fails() else jobs.Saved(self.steps, 1000, 0.01)
-        return None  # Finish, which has no outcome
+            case jobs.Finish():
+                return None
+        raise NotImplementedError(f"tests/fuzz/device.py has no outcome for {job}: add a case to `_do`")
 
     def _do_stage(self, job: Any) -> Any:
         match job:

@@ -13,7 +13,7 @@ fails now and then (tests/fuzz/device.py). A seed decides all of it.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from decentral.comm.gossip.gossip_cost import CoresUsed
 from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
@@ -52,7 +52,7 @@ from tests.fuzz.founder import Founder
 from tests.fuzz.private import holding, member, signer
 
 Kind = Literal["pull", "allreduce", "synchronous", "spans", "newcomer", "private"]
-KINDS: tuple[Kind, ...] = ("pull", "allreduce", "synchronous", "spans", "newcomer", "private")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 RUN = RunId("fuzzed-000000")
 NOW = 1.7e9
 NAMES = tuple(PeerId(f"liar{number:04d}") for number in range(3000))

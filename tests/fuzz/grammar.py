@@ -195,7 +195,7 @@ def question(known: Known, kind: type[Message]) -> Envelope:
             return Envelope(messages.RecordsQuery(run, brought, short, number, plans=lacking))
         case messages.RoundQuery:
             return Envelope(messages.RoundQuery(run, known.round(), *known.span(), chance.random() < 0.5))
-    assert kind is messages.CollectRequest
+    assert kind is messages.CollectRequest, f"add a case for {kind.__name__} to `question` of tests/fuzz/grammar.py"
     index, own = chance.choice((None, fragment)), PeerId(known.node.setup.own.peer)
     origin = own if chance.random() < 0.7 else known.peer()
     return Envelope(messages.CollectRequest(run, known.round(), origin, index, late, chance.random() < 0.7))
@@ -234,7 +234,9 @@ def answer(known: Known, ask: Ask) -> Envelope:
             return Envelope(messages.RoundStatus(run, known.round(), chance.choice(((), (), (), known.members()))))
         case messages.CollectRequest() as collect:
             return _collected(known, collect)
-    return Envelope(messages.Done())
+        case messages.ForwardStatusQuery() | messages.CommitDecision() | messages.LeaseRequest():
+            return Envelope(messages.Done())
+    raise NotImplementedError(f"add a case for {ask.envelope.message} to `answer` of tests/fuzz/grammar.py")
 
 
 def _pulled(known: Known, pull: messages.Pull) -> Envelope:

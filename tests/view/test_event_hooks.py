@@ -126,7 +126,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_every_kind_of_event_is_known_and_has_one_sentence() -> None:
-    assert set(HAPPENED) == set(HOOK_KINDS)
+    assert set(HAPPENED) == set(HOOK_KINDS), "add each to HAPPENED of tests/view/test_event_hooks.py"
     for kind in HAPPENED:
         assert kind_of(happened(kind)) == kind
         found = message(kind)

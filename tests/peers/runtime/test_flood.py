@@ -54,7 +54,8 @@ def questions(number: int, now: float, chance: Random) -> list[tuple[Message, by
 
 
 def test_the_flood_has_every_kind_of_question() -> None:
-    assert {type(message) for message, _ in questions(0, NOW, Random(0))} == set(QUESTIONS)
+    kinds = {type(message) for message, _ in questions(0, NOW, Random(0))}
+    assert kinds == set(QUESTIONS), "add each to `questions` of tests/peers/runtime/test_flood.py"
 
 
 def containers(root: object) -> Iterator[tuple[str, Collection[Any]]]:
