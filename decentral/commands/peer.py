@@ -24,6 +24,7 @@ if __name__ == "__main__":  # let a signal end the process at once during import
         signal.signal(_each, lambda *_: os._exit(0))
     heed()
 
+from decentral.comm.net import ports
 from decentral.commands import push, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.lifeline import heed
@@ -60,7 +61,7 @@ def _start(arguments: Sequence[str]) -> None:
     place = Place.here()
     try:
         flags = parse(arguments)
-        _require_config(flags)
+        _require_consistent(flags)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir DIR, so that it finds its checkpoint again")
         if flags.state_dir and ATTEMPT not in os.environ:  # a rank skips this check, because its launcher has made it
@@ -92,10 +93,18 @@ def _start(arguments: Sequence[str]) -> None:
         asyncio.run(start_peer.start(_downloaded(flags), flags.peer.device))
 
 
-def _require_config(flags: StartFlags) -> None:
-    """Raise UserError before torch is loaded if the config of a new run is not valid."""
-    uploaded = flags.own.model_folder is not None and holds_uploads(flags.own.model_folder)
-    if flags.say_config and not (uploaded or _has_run(flags)):
+def _require_consistent(flags: StartFlags) -> None:
+    """Raise UserError before torch is loaded if flags contradict each other or the run, or a new run's config is wrong.
+
+    The check is left to `start_peer.start` if a launcher restarts the peer, since the folder then replaces some flags,
+    and if --model-from names an upload that is not downloaded yet.
+    """
+    if ATTEMPT in os.environ or (flags.own.model_folder is not None and holds_uploads(flags.own.model_folder)):
+        return
+    folder = Path(flags.state_dir or "")
+    kept = state.StateFolder(folder).read_run(flags.own) if _has_run(flags) else None
+    flags.require_consistent(kept, folder)
+    if flags.say_config and kept is None:
         config.load(flags.config, flags.overrides, flags.own)
 
 
@@ -232,7 +241,7 @@ def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_record(flags: state.PeerFlags) -> None:
-    """Raise UserError if these flags would make a DHT record that other peers refuse."""
+    """Raise UserError if other peers would refuse a DHT record with these flags, or an address is no multiaddr."""
     if flags.region != plain_text(flags.region):
         raise UserError(f"--region expects up to {SHOWN_CHARS} printable characters, no brackets; got {flags.region!r}")
     if flags.name is not None and flags.name != plain_text(flags.name, PEER_NAME_CHARS):
@@ -242,6 +251,8 @@ def _check_record(flags: state.PeerFlags) -> None:
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"
             longest = max(map(len, given))
             raise UserError(f"--{name} expects at most {most}; got {len(given)}, the longest with {longest} characters")
+        for address in given:
+            ports.require_multiaddr(address, f"--{name}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from decentral.commands import local, shared
+from decentral.commands.local_peer import LocalPeer
 from decentral.core import config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import file as journal
@@ -137,6 +138,29 @@ def test_a_page_whose_port_is_taken_is_refused_before_there_is_a_folder(
     assert not (tmp_path / "swarm").exists()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("flags", [["other.yaml"], ["--set", "model.depth=4"], ["--set", "seed=2"]])
+def test_a_config_that_differs_from_the_folder_s_run_is_refused(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], number: int
+) -> None:
+    """The swarm went on with the old model and did not say so."""
+    monkeypatch.chdir(tmp_path)
+    Path("other.yaml").write_text("model:\n  depth: 4\n")
+    (tmp_path / "friends" / f"peer-{number}").mkdir(parents=True)
+    StateFolder(tmp_path / "friends" / f"peer-{number}").write_run(RunId("gpt-3fa2c1"), config.Config())
+    said = refusal(capfd, *flags, "--peers", "2", "--state-dir", "friends")
+    settled = "whose config cannot change, and differs from these CONFIG and --set; leave CONFIG and --set out"
+    assert said == f"friends/peer-{number} belongs to run gpt-3fa2c1, {settled}"
+
+
+def test_the_line_that_began_a_swarm_may_be_given_again(tmp_path: Path) -> None:
+    for number in (0, 1):
+        (tmp_path / f"peer-{number}").mkdir()
+        StateFolder(tmp_path / f"peer-{number}").write_run(RunId("gpt-3fa2c1"), config.load("small", ["seed=2"]))
+    FounderFile.create(tmp_path / "peer-0", "gpt")
+    local.check_run(local.parse(["small", "--set", "seed=2", "--peers", "2", "--private"]), tmp_path)
+
+
 LARGE = ("model.depth=4", "model.width=128", "model.context=256", "train.micro_batch=16", "train.optimizer=adamw")
 
 
@@ -161,7 +185,7 @@ def test_a_peers_trouble_is_shown_once_and_only_if_all_had_joined(
         lines = journal.Journal(folder / "journal.jsonl", lambda: next(times))
         lines.write(event_of("error", reason="layer 2 is lost"))
         lines.write(event_of("unheld", reason="layer 4 is lost"))
-        swarm.members.append(local.LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
+        swarm.members.append(LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
     console = Console(highlight=False)
     for _ in range(2):
         for member in swarm.members:
@@ -192,7 +216,7 @@ def mortal(tmp_path: Path) -> local.LocalSwarm:
         lines.write(event_of("started", peer=f"P{number}"))
         step = {"step": 7, "micro_batches": 1, "tokens": 8, "seconds": 1.0, "aside": {}}
         lines.write(event_of("step", loss=float(number), **step))
-        swarm.members.append(local.LocalPeer(number, folder, ended(code)))
+        swarm.members.append(LocalPeer(number, folder, ended(code)))
     return swarm
 
 
@@ -255,7 +279,7 @@ def test_a_summary_names_the_peers_and_the_next_step(
 
 
 def test_a_peer_that_came_back_has_not_died(mortal: local.LocalSwarm) -> None:
-    mortal.members += [local.LocalPeer(number, mortal.folders()[number], ended("os._exit(0)")) for number in (1, 2)]
+    mortal.members += [LocalPeer(number, mortal.folders()[number], ended("os._exit(0)")) for number in (1, 2)]
     assert mortal.deaths() == {}
 
 
