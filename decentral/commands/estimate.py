@@ -103,16 +103,19 @@ def _of_tokens(
 def _prices(text: str | None) -> dict[str, float]:
     """Return the price of an hour by device key, from a text such as `0.4` or `4090=0.35,A100=1.2`.
 
-    The key "" has the price of each device that the text does not name.
+    A price without a device stands alone, for every device; its key is "".
     """
     found: dict[str, float] = {}
-    for part in text.split(",") if text else ():
+    parts = text.split(",") if text else []
+    for part in parts:
         device, equals, price = part.rpartition("=")
         try:
             found[cards.key(device) if equals else ""] = shared.finite(price)
+            if not equals and len(parts) > 1:
+                raise argparse.ArgumentTypeError("a decimal comma")
         except argparse.ArgumentTypeError:
             form = "expects 0.4, or 4090=0.35,A100=1.2, for an hour of a device"
-            raise UserError(f"--price {form}; got {text!r}") from None
+            raise UserError(f"--price {form}; got {text!r}{quantities.comma_hint(text or '')}") from None
     if any(price < 0 for price in found.values()):
         raise UserError(f"--price expects prices of at least 0; got {text!r}")
     return found

@@ -4,6 +4,7 @@ The peers are ordinary `python -m decentral.peer` processes; only different spee
     start the first peer -> the others join it -> wait -> Ctrl-C to each -> summarise journals and checkpoints
 """
 
+import argparse
 import os
 import shlex
 import signal
@@ -266,7 +267,7 @@ class LocalSwarm:
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--name", name_of_several(number)]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
-        arguments += ["--memory", str(self.memory[number])] if self.memory else []
+        arguments += ["--memory", f"{self.memory[number]}B"] if self.memory else []
         if self.flags.metrics:
             arguments += ["--metrics", shared.metrics_address(self.flags.metrics, number)]
         arguments += ["--log", ",".join(self.flags.log)] if self.flags.log else []
@@ -375,7 +376,10 @@ def _require_place(summary_file: Path) -> None:
 def _memories(text: str | None, peers: int) -> tuple[int, ...]:
     if text is None:
         return ()
-    sizes = tuple(shared.several(text, quantities.size_bytes))
+    try:
+        sizes = tuple(map(quantities.memory_bytes, text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--memory: {error}") from None
     if len(sizes) not in (1, peers):
         raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
     return sizes * peers if len(sizes) == 1 else sizes

@@ -31,6 +31,7 @@ from decentral.commands.lifeline import heed
 from decentral.core import config, quantities
 from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import UserError
+from decentral.core.near_names import did_you_mean
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
@@ -143,15 +144,16 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     several = f"{CHOICES}; or several: cuda:0,cuda:1"
     parser.add_argument("--device", type=valid_devices, help=several)
-    parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
+    ways = f"{{{','.join(Split)}}}"
+    parser.add_argument("--split", type=_split, metavar=ways, help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"
-    parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)
+    parser.add_argument("--memory", type=quantities.memory_bytes, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
     parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="address where others reach this peer")
     called = "what people see this peer called, up to 32 characters; default: the host name"
     parser.add_argument("--name", help=called)
     parser.add_argument("--region", help="name of this peer's place, for the planner")
-    parser.add_argument("--throttle", type=float, metavar="F", help="train F times slower than the device can")
+    parser.add_argument("--throttle", type=shared.finite, metavar="F", help="train F times slower than the device can")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 15m, 2h, 500steps or 2Mtokens of this peer")
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
     _add_watch_flags(parser)
@@ -206,6 +208,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--upload-keep", type=push.kept, metavar="N", help=keep)
     rate = "upload at most this fast, such as 20Mb/s"
     parser.add_argument("--upload-rate", type=quantities.rate_bytes, metavar="RATE", help=rate)
+
+
+def _split(text: str) -> Split:
+    if text in list(Split):
+        return Split(text)
+    raise argparse.ArgumentTypeError(f"expected one of {', '.join(Split)}; got {text!r}{did_you_mean(text, Split)}")
 
 
 def _of_peer(given: argparse.Namespace) -> state.PeerFlags:

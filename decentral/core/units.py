@@ -49,7 +49,9 @@ class Amount:
                 return cls(quantities.count(found["number"]), cast(Kind, found["kind"]))
             if found:
                 return cls(quantities.duration_s(text), "s")
-        raise UserError(f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {text!r}")
+        raise UserError(
+            f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {text!r}{quantities.comma_hint(text)}"
+        )
 
     def __str__(self) -> str:
         """Return the amount as a user types it, in the largest unit that leaves it whole: `90s`, `2h`, `3Mtokens`."""

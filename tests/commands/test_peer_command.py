@@ -229,7 +229,7 @@ def test_a_damaged_run_file(folder: Path) -> None:
 def test_a_run_file_that_holds_something_else(folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / "run.json").write_text(content)
-    assert "run.json" in refusal(folder, "--memory", "1")
+    assert "run.json" in refusal(folder, "--memory", "1KB")
 
 
 # The config
