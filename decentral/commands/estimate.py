@@ -1,17 +1,18 @@
 """python -m decentral.estimate: predict what a swarm that does not exist yet can train, how fast, and at what price.
 
-python -m decentral.estimate --peers "4x4090 home:50/500, 8xA100 oregon"      models of several sizes, in a table
-python -m decentral.estimate --model 1.3B --peers "4x4090 home:50/500, 8xA100 oregon" --tokens 10B
+python -m decentral.estimate --peers "4x4090 homes:50/500, 8xA100 oregon"      models of several sizes, in a table
+python -m decentral.estimate --model 1.3B --peers "4x4090 homes:50/500, 8xA100 oregon" --tokens 10B
 python -m decentral.estimate my-config.yaml --peers "4xcpu" --json
 
 A device is one of NVIDIA's cards, with its published peak speed, or `cpu`: this machine's processor, which is timed.
-The peers of a place share the place's link to other places. Each estimate has a range; a run may still be outside of
-the range (docs/results/estimates.md).
+The peers of a place share the place's link to other places; with the place `homes` each peer has a home of its own.
+Each estimate has a range; a run may still be outside of the range (docs/results/estimates.md).
 """
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +57,11 @@ def _main(flags: argparse.Namespace) -> None:
         rows = size_table.by_size(run, groups, flags.seconds)
         for row in rows:
             row |= _of_tokens(row, flags.tokens or TOKENS_A_PARAMETER * row["parameters"], groups, prices)
-        found = {"tokens": flags.tokens, "sizes": rows, "notes": estimating.notes_on_cards(groups)}
+        found = {
+            "tokens": flags.tokens,
+            "sizes": rows,
+            "notes": [*places.notes_on_places(groups), *estimating.notes_on_cards(groups)],
+        }
     show = _show if shaped else _show_sizes
     print(strict_json.dumps(found)) if flags.json else show(found, shared.result_console())
 
@@ -71,6 +76,9 @@ def run_of(flags: argparse.Namespace) -> Config:
     if flags.model and size is None and flags.config:
         raise UserError(f"give CONFIG or --model {flags.model}, not both; a size such as --model 125M goes with CONFIG")
     path = flags.config if size or not flags.model else flags.model
+    if path is not None and path == flags.model and path[:1].isdigit() and not Path(path).exists():
+        hint = quantities.comma_hint(path)
+        raise UserError(f"--model expects a size such as 125M or 1B, or a config; got {path!r}{hint}")
     overrides = [*(FOLDER_DATA if flags.model_from and path is None else ()), *flags.set]
     run = config.load(path, overrides, OwnInputs(model_folder=flags.model_from))
     if size:
@@ -149,8 +157,9 @@ def _show(found: JsonObject, console: Console) -> None:
     rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
     console.print(f"{rates}; limit: {found['limit']}", soft_wrap=True)
     for link in found["links"]:
+        each = "each of " if link["homes"] > 1 else ""
         console.print(
-            f"link of {link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
+            f"link of {each}{link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
         )
     if "days" in found:
         console.print(f"{readable_number(found['tokens'])} tokens: {_range(found['days'])} days")
@@ -201,6 +210,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peers = (
         "[COUNTx]DEVICE [PLACE[:UP/DOWN]], ...; Mb/s, by default 20/100 where PLACE begins with home, else 1000/1000"
     )
+    peers += "; the machines of a PLACE share its link, but with PLACE homes each has a home of its own"
     parser.add_argument("--peers", required=True, metavar="PEERS", help=peers)
     parser.add_argument(
         "--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B: days and price"

@@ -1,7 +1,7 @@
 """python -m decentral.new: write a config for a goal, with a comment for each key that it sets.
 
 python -m decentral.new                                       asks a few questions, on a terminal
-python -m decentral.new mine --model 125M --data books --peers "4x4090 home, 8xA100 oregon" --tokens 10B
+python -m decentral.new mine --model 125M --data books --peers "4x4090 homes, 8xA100 oregon" --tokens 10B
 
 The file has only the keys that differ from their defaults.
 """
@@ -81,7 +81,7 @@ def _ask_for(flags: argparse.Namespace, ask: Callable[[str], str]) -> None:
         data = answer("Data: a text file or folder, rows, tokens; none: Python's library", "none")
         given["data"] = None if data == "none" else data
     if flags.peers is None:
-        given["peers"] = answer("Peers, such as 4x4090 home:50/500, 8xA100 oregon", "2xcpu here")
+        given["peers"] = answer("Peers, such as 4x4090 homes:50/500, 8xA100 oregon", "2xcpu here")
     if flags.tokens is None:
         given["tokens"] = _tokens(answer("Tokens to train", "100M"))
 
@@ -261,7 +261,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose weights the run starts from")
     parser.add_argument("--data", metavar="PATH", help="text, rows or tokens; default: Python's standard library")
     parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer, for rows of text")
-    peers = "as for decentral.estimate: 4x4090 home:50/500, 8xA100 oregon"
+    peers = "as for decentral.estimate: 4x4090 homes:50/500, 8xA100 oregon"
     parser.add_argument("--peers", metavar="PEERS", help=peers)
     parser.add_argument("--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a further key")

@@ -79,6 +79,17 @@ def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys
         assert re.search(rf"sends .* an hour each{end}\n", capsys.readouterr().out)
 
 
+def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    shared, apart = (told(capsys, "--model", "125M", "--peers", f"4x4090 {at}:50/500") for at in ("home", "homes"))
+    assert shared["peers"][0]["leaving_bytes_per_hour"]["mid"] == 0
+    assert any("4 machines share the place home and its link" in note for note in shared["notes"])
+    (kind,), (link,) = apart["peers"], apart["links"]
+    assert kind["leaving_bytes_per_hour"] == kind["sent_bytes_per_hour"] == link["up"]
+    assert 0 < link["up"]["mid"] <= 50e6 / 8 * 3600 * 1.01
+    assert estimate.main([*QUICK, "--model", "125M", "--peers", "4x4090 homes:50/500"]) == 0
+    assert "link of each of homes, 50/500 Mb/s: " in capsys.readouterr().out
+
+
 def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     rows = told(capsys, "--peers", "4x3080 lab")["sizes"]
     *fit, last = rows
@@ -141,6 +152,8 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
     ("flags", "line"),
     [
         (["--peers", "4x4091 home"], "did you mean RTX 4090?"),
+        (["--peers", "4090", "--model", "1Q"], "--model expects a size such as 125M or 1B, or a config; got '1Q'"),
+        (["--peers", "4090", "--model", "1,3B"], "got '1,3B'; write 1.3B"),
         (["--peers", "4090", "--model", "smal"], "did you mean small?"),
         (["small", "--model", "default", "--peers", "4090"], "not both"),
         (["--peers", "4090", "--tokens", "many"], "argument --tokens: expected a number such as"),
