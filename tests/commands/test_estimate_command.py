@@ -86,6 +86,7 @@ def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFi
     (kind,), (link,) = apart["peers"], apart["links"]
     assert kind["leaving_bytes_per_hour"] == kind["sent_bytes_per_hour"] == link["up"]
     assert 0 < link["up"]["mid"] <= 50e6 / 8 * 3600 * 1.01
+    assert any("those of the first 40 minutes" in note for note in apart["notes"])
     assert estimate.main([*QUICK, "--model", "125M", "--peers", "4x4090 homes:50/500"]) == 0
     assert "link of each of homes, 50/500 Mb/s: " in capsys.readouterr().out
 

@@ -8,6 +8,7 @@ from decentral.commands.estimates.cards import card
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
 from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
 from decentral.commands.estimates.places import MBIT, PeerGroup
+from decentral.commands.estimates.playing import PLAYED_S
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_number
@@ -73,7 +74,7 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
             _link(place, peers, found) for place, peers in by_place.items() if len(by_place) > 1 or place.is_apart
         ],
         "limit": found.limit,
-        "notes": _notes(run, groups),
+        "notes": _notes(run, groups, found),
     }
 
 
@@ -155,11 +156,13 @@ def _link(place: places.SharedPlace, peers: Sequence[int], found: Forecast) -> J
     }
 
 
-def _notes(run: Config, groups: Sequence[PeerGroup]) -> list[str]:
-    """Return notes for people: what a newcomer downloads, who shares a link, and how the speed of cards is assumed."""
+def _notes(run: Config, groups: Sequence[PeerGroup], found: Forecast) -> list[str]:
+    """Return notes for people: which time is counted, what a newcomer downloads, who shares a link, and on cards."""
     weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
     downloads = f"a newcomer downloads {weights}B of weights from several peers"
-    return [downloads, *places.notes_on_places(groups), *notes_on_cards(groups)]
+    early = f"gossip and bytes are those of the first {PLAYED_S / 60:.0f} minutes; windows may shorten for hours"
+    settling = [early] if any(bound == "link" for _, bound in found.windows) else []
+    return [downloads, *settling, *places.notes_on_places(groups), *notes_on_cards(groups)]
 
 
 def notes_on_cards(groups: Sequence[PeerGroup]) -> list[str]:
