@@ -38,7 +38,7 @@ from decentral.core.units import Amount, plural
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.flags import StartFlags
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
-from decentral.peers.startup.state import StateFolder
+from decentral.peers.startup.state import StateFolder, refuse_model
 from decentral.view import summary
 from decentral.view.event_hooks import Hooks
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
@@ -122,6 +122,7 @@ def check_run(flags: LocalFlags, folder: Path) -> None:
 
     A new run's config has to be valid, and --memory large enough for its model, if that is built in.
     """
+    refuse_model(folder)
     asked = StartFlags(config=flags.config, overrides=flags.overrides, private=flags.private)
     for number in range(len(flags.throttles)):
         peer = StateFolder(folder / f"peer-{number}")

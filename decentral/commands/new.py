@@ -60,6 +60,8 @@ def _main(flags: argparse.Namespace) -> None:
         raise UserError(f"{file} exists already; choose another NAME, or another file with --out")
     with writing("--out", file), file.open("x", encoding="utf-8") as out:  # "x" follows no link and replaces no file
         out.write(text)
+    if flags.data and not (Path(flags.data).exists() or _is_on_hub(flags.data)):
+        print(f"note: {flags.data} is not here yet; a peer needs it when it starts")
     peers = f' --peers "{flags.peers}"' if flags.peers else " --peers ..."
     commands = (f"python -m decentral.estimate {file}{peers}", f"python -m decentral.peer {file}")
     print(shared.as_called("\n    ".join((f"{file}; what it reaches, and how to begin:", *commands))))
@@ -172,12 +174,16 @@ def _kind(flags: argparse.Namespace) -> tuple[str, str]:
     if path.suffix in TOKEN_FILES:
         return "tokens", "The file has tokens already."
     rows = path.suffix in FILES_OF_ROWS or any(any(path.glob(f"**/*{suffix}")) for suffix in FILES_OF_ROWS)
-    on_hub = "/" in flags.data and not path.exists() and not path.is_absolute() and not flags.data.startswith(".")
-    if not (rows or on_hub or flags.tokenizer or flags.model_from):
+    if not (rows or _is_on_hub(flags.data) or flags.tokenizer or flags.model_from):
         return "text", "Each byte is a token, so no tokenizer is needed."
     if not (flags.tokenizer or flags.model_from):
         raise UserError(f"--data {flags.data}: rows of text need --tokenizer PATH, a tokenizer.json or its folder")
     return "huggingface", "Rows of text, which the run's tokenizer turns into tokens."
+
+
+def _is_on_hub(data: str) -> bool:
+    """Return whether the name of the data is that of a data set on Hugging Face, not of a file here."""
+    return "/" in data and not Path(data).exists() and not Path(data).is_absolute() and not data.startswith(".")
 
 
 def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[Setting]:

@@ -26,6 +26,7 @@ from decentral.view import summary
 from decentral.view.page.child import DashboardProcess
 from decentral.view.page.source_lines import MissedLine, PageEvent
 from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.commands.refusals import refusal as peer_refusal
 from tests.journal_lines import event_of
 from tests.patient_time import LIMIT_S
 
@@ -134,8 +135,16 @@ def test_a_page_whose_port_is_taken_is_refused_before_there_is_a_folder(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--dashboard", at)
-    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert said == f"the page: {at} cannot be used (Address already in use); choose another port"
     assert not (tmp_path / "swarm").exists()
+
+
+def test_a_model_s_folder_is_no_place_for_peers(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    said = f"--state-dir {tmp_path} has a model (config.json); choose another folder for the peers' files"
+    assert refusal(capfd, "--state-dir", str(tmp_path)) == said
+    assert peer_refusal(tmp_path, "small") == said
+    assert [one.name for one in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize("number", [0, 1])

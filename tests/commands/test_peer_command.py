@@ -47,13 +47,14 @@ def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 # Flags
 
 
-@pytest.mark.parametrize("factor", ["0", "0.5", "-3", "nan", "1e9"])
+@pytest.mark.parametrize("factor", ["0", "0.5", "-3", "1e9"])
 def test_a_throttle_out_of_bounds(folder: Path, factor: str) -> None:
     assert "--throttle expects a factor of 1 to 10000" in refusal(folder, "--throttle", factor)
 
 
 def test_a_throttle_that_is_no_number(folder: Path) -> None:
-    assert "--throttle" in refusal(folder, "--throttle", "fast")
+    for text in ("fast", "nan"):
+        assert f"--throttle: expected a number such as 1.5; got {text!r}" in refusal(folder, "--throttle", text)
 
 
 @pytest.mark.parametrize("amount", ["soon", "10", "-5s", "0steps", "5 hours"])
@@ -94,7 +95,7 @@ def test_a_page_whose_port_is_taken_is_refused_before_the_folder_is_claimed(fold
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refusal(folder, "--dashboard", at)
-    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert said == f"the page: {at} cannot be used (Address already in use); choose another port"
     assert [one.name for one in folder.iterdir()] == ["run.json"]
 
 

@@ -72,6 +72,16 @@ def test_an_unknown_flag_or_command_names_the_nearest(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("status", "ps"), ("list", "ps"), ("train", "local (all peers on this machine) or peer (one)"), ("Join", "peer")],
+)
+def test_a_command_is_found_by_what_people_call_it(capsys: pytest.CaptureFixture[str], typed: str, meant: str) -> None:
+    assert decentral_main.main([typed]) == 2
+    assert capsys.readouterr().err.endswith(f"got {typed!r}; did you mean {meant}?\n")
+    assert not decentral_main.OTHER_NAMES.keys() & COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
     ("command", "flags", "meant"),
     [
         ("peer", ["--memry=8GB"], "--memory"),
@@ -90,8 +100,8 @@ def test_a_mistyped_flag_or_value_names_the_nearest(command: str, flags: list[st
 @pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
-        ("peer", ["--throttle", "fast"], "argument --throttle: expected a number such as 0.5; got 'fast' (see"),
-        ("peer", ["--throttle", "1,5"], "expected a number such as 0.5; got '1,5'; write 1.5 (see"),
+        ("peer", ["--throttle", "fast"], "argument --throttle: expected a number such as 1.5; got 'fast' (see"),
+        ("peer", ["--throttle", "1,5"], "expected a number such as 1.5; got '1,5'; write 1.5 (see"),
         (
             "peer",
             ["--memory", "8"],
@@ -105,7 +115,7 @@ def test_a_mistyped_flag_or_value_names_the_nearest(command: str, flags: list[st
         ("local", ["--peers", "four"], "argument --peers: expected a whole number such as 4; got 'four' (see"),
         ("local", ["--memory", "8"], "--memory: expected a size with a unit, such as 8GB; got '8'; did you mean 8GB?"),
         ("local", ["--stop-after", "0,5h"], "got '0,5h'; write 0.5h"),
-        ("generate", ["--temperature", "0,7", "x"], "expected a number such as 0.5; got '0,7'; write 0.7 (see"),
+        ("generate", ["--temperature", "0,7", "x"], "expected a number such as 1.5; got '0,7'; write 0.7 (see"),
         ("simulate", ["--memory", "1GB,8"], "expected a size with a unit, such as 8GB; got '8'; did you mean 8GB?"),
     ],
 )
