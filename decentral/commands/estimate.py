@@ -165,7 +165,7 @@ def _show(found: JsonObject, console: Console) -> None:
         console.print(f"{readable_number(found['tokens'])} tokens: {_range(found['days'])} days")
     if "price_per_hour" in found:
         in_all = f"; in all {_range(found['price'])}" if "price" in found else ""
-        console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}")
+        console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}, in the currency of --price")
     for note in [*found["notes"], RECOVERED]:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
@@ -215,7 +215,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B: days and price"
     )
-    parser.add_argument("--price", metavar="PRICE", help="of an hour of a device: 0.4, or 4090=0.35,A100=1.2")
+    parser.add_argument(
+        "--price", metavar="PRICE", help="of an hour of a device, in any currency: 0.4, or 4090=0.35,A100=1.2"
+    )
     search = "time limit of the search for routes and of the simulation; default 60 s"
     parser.add_argument("--seconds", type=quantities.duration_s, default=60.0, metavar="TIME", help=search)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")

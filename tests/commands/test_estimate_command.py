@@ -59,9 +59,18 @@ def test_a_model_that_no_peer_holds_is_cut_and_its_limit_named(capsys: pytest.Ca
 
 
 def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimate.main([*QUICK, "--model", "125M", "--peers", SWARM, "--tokens", "10B"]) == 0
+    assert estimate.main([*QUICK, "--model", "125M", "--peers", SWARM, "--tokens", "10B", "--price", "0.25"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("2x4090 home", "1xA100 oregon", "tokens/s", "limit: compute", "10 G tokens:", "(assumed)"):
+    for part in (
+        "2x4090 home",
+        "1xA100 oregon",
+        "tokens/s",
+        "limit: compute",
+        "10 B tokens:",
+        "price: 0.75 an hour; in all ",
+        "in the currency of --price",
+        "(assumed)",
+    ):
         assert part in text
 
 
@@ -86,7 +95,7 @@ def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFi
     (kind,), (link,) = apart["peers"], apart["links"]
     assert kind["leaving_bytes_per_hour"] == kind["sent_bytes_per_hour"] == link["up"]
     assert 0 < link["up"]["mid"] <= 50e6 / 8 * 3600 * 1.01
-    assert any("those of the first 40 minutes" in note for note in apart["notes"])
+    assert any("those of at most the first 40 minutes; windows may shorten" in note for note in apart["notes"])
     assert estimate.main([*QUICK, "--model", "125M", "--peers", "4x4090 homes:50/500"]) == 0
     assert "link of each of homes, 50/500 Mb/s: " in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from decentral.commands.estimates.places import MBIT, PeerGroup
 from decentral.commands.estimates.playing import PLAYED_S
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
-from decentral.core.units import readable_number
+from decentral.core.units import readable_bytes, readable_number
 from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, UTILISATION
 from decentral.scheduler.topology.topology import Topology
 
@@ -158,9 +158,11 @@ def _link(place: places.SharedPlace, peers: Sequence[int], found: Forecast) -> J
 
 def _notes(run: Config, groups: Sequence[PeerGroup], found: Forecast) -> list[str]:
     """Return notes for people: which time is counted, what a newcomer downloads, who shares a link, and on cards."""
-    weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
-    downloads = f"a newcomer downloads {weights}B of weights from several peers"
-    early = f"gossip and bytes are those of the first {PLAYED_S / 60:.0f} minutes; windows may shorten for hours"
+    weights = readable_bytes(FETCHED_BYTES * sum(run.model.layer_parameters))
+    downloads = f"a newcomer downloads {weights} of weights from several peers"
+    early = (
+        f"gossip and bytes are those of at most the first {PLAYED_S / 60:.0f} minutes; windows may shorten for hours"
+    )
     settling = [early] if any(bound == "link" for _, bound in found.windows) else []
     return [downloads, *settling, *places.notes_on_places(groups), *notes_on_cards(groups)]
 
