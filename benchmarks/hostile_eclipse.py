@@ -25,8 +25,9 @@ from benchmarks.kill import trouble
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.invitations import Permission
 from decentral.comm.wire.private_swarm import PrivateSwarm
-from decentral.commands.local import LocalPeer, LocalSwarm
+from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
+from decentral.commands.local_peer import LocalPeer
 from decentral.core.journal.events import JoinedLine, StartedLine
 from decentral.core.strict_json import JsonObject
 from decentral.peers.startup.invitation_files import FounderFile

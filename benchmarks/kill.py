@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from decentral.commands.local import LocalPeer, LocalSwarm
+from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
+from decentral.commands.local_peer import LocalPeer
 from decentral.core.journal.events import EvalLine, JoinedLine, JournalEvent
 from decentral.core.journal.file import read
 

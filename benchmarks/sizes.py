@@ -37,8 +37,9 @@ from benchmarks.kernels import kernel_rates
 from benchmarks.processes import CpuSeconds
 from benchmarks.shapes import SIZES, utilisation
 from benchmarks.straggler import Child
-from decentral.commands.local import LocalPeer, LocalSwarm
+from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
+from decentral.commands.local_peer import LocalPeer
 from decentral.core import config
 from decentral.core.journal.events import EvalLine, StepLine
 from decentral.core.journal.file import read

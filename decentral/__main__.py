@@ -12,6 +12,14 @@ from decentral.commands.table import COMMANDS, module_of
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean
 
+# What people type for a command that has another name.
+OTHER_NAMES = {
+    **dict.fromkeys(("status", "list", "ls", "peers"), "ps"),
+    **dict.fromkeys(("train", "run"), "local (all peers on this machine) or peer (one)"),
+    **dict.fromkeys(("start", "join"), "peer"),
+    "kill": "stop",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code, which is 2 if there is no such command.
@@ -41,7 +49,9 @@ def overview() -> str:
 
 
 def _unknown(name: str) -> None:
-    raise UserError(f"expected a command, one of {', '.join(COMMANDS)}; got {name!r}{did_you_mean(name, COMMANDS)}")
+    meant = OTHER_NAMES.get(name.lower())
+    hint = f"; did you mean {meant}?" if meant else did_you_mean(name, COMMANDS)
+    raise UserError(f"expected a command, one of {', '.join(COMMANDS)}; got {name!r}{hint}")
 
 
 if __name__ == "__main__":

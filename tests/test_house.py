@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, str] = {  # "module", "module.Class" or "module.function" 
 READS_OF_THIS_SYSTEM = {  # module -> what it reads by itself; files of others are opened by core/foreign_file.py alone
     "comm.net.libp2p": "/proc",
     "commands.checks.running_peer": "/proc",
-    "commands.local": "the output of its own processes",
+    "commands.local_peer": "the output of its own processes",
     "core.config": "the configs of the package",
     "core.peer_folders": "/proc",
     "engine.control_groups": "/proc and /sys",

@@ -22,8 +22,9 @@ from benchmarks.wan import description, namespaces
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LISTEN, OUTSIDE
 from decentral.comm.net.ports import LOOPBACK
-from decentral.commands.local import LocalFlags, LocalPeer, LocalSwarm
+from decentral.commands.local import LocalFlags, LocalSwarm
 from decentral.commands.local import parse as parse_local
+from decentral.commands.local_peer import LocalPeer
 from decentral.core.journal.events import StartedLine
 from decentral.core.journal.file import Tail
 from decentral.core.journal.lines import recorded

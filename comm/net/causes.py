@@ -8,6 +8,8 @@ from decentral.core.reasons import Reason
 
 # Matches the text before the cause in libp2p's dial errors.
 BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")
+OTHER_PEER = re.compile(r"peer id mismatch: expected \S+, but remote key matches (\w+)")  # a peer has another id
+ANOTHER = "another peer"  # an error's text begins so if a peer with another id answers at the dialled address
 FAILED_AT = re.compile(r"\* \[(\S+)\] (?!dial backoff)")  # matches an address that libp2p dialled in vain
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # out of file handles, or out of memory
 
@@ -23,6 +25,8 @@ def failure(error: BaseException) -> AskError:
 def last_line(error: BaseException) -> str:
     """Return the cause that libp2p names in the last line of an error, or the error's class if it has no text."""
     lines = str(error).strip().splitlines()
+    if lines and (other := OTHER_PEER.search(lines[-1])):
+        return f"{ANOTHER} ({other[1]}) answers there"[:200]
     return BEFORE_CAUSE.sub("", lines[-1].strip())[:200] if lines else type(error).__name__
 
 

@@ -15,12 +15,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 
 from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
 
 ALL_IPV4, ALL_IPV6 = "/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 OF_LOOPBACK = ("/ip4/127.", "/ip6/::1/")  # addresses with these prefixes reach this machine only
 TRIES = 20  # after this many tries, the search for a port that is free at every address ends
 MOST_PORT = 65535
+MOST_QUOTED_CHARS = 200  # an error quotes at most this much of an address
 TAKEN = "another program, or another peer, has that port (ss -ltnp shows which): end it, or --listen at another port"
 TCP_ADDRESS = re.compile(r"/ip([46])/([0-9a-fA-F.:]+)/tcp/([0-9]+)")
 
@@ -79,6 +81,23 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
                 yield chosen
                 return
     raise UserError(f"cannot listen on {', '.join(addresses)}: no common port is free; name a port in each address")
+
+
+def require_multiaddr(address: str, flag: str) -> None:
+    """Raise UserError, which names the flag, unless the text has the form of a multiaddr.
+
+    `daemon.require_address` checks the address further, but loads libp2p.
+    """
+    with suppress(ValueError):
+        if TCP_ADDRESS.fullmatch(address):
+            _parts(address)
+        if re.fullmatch(r"(/[^/\s]+)+", address):
+            return
+    host, _, port = address.rpartition(":")
+    meant = f"/ip4/{host or '0.0.0.0'}/tcp/{port}"
+    hint = f"; did you mean {meant}?" if TCP_ADDRESS.fullmatch(meant) else ""
+    expected = f"{flag} expects an address such as /ip4/0.0.0.0/tcp/4001"
+    raise UserError(f"{expected}; got {printable(address, MOST_QUOTED_CHARS)!r}{hint}")
 
 
 def _named_port(addresses: Sequence[str]) -> int:

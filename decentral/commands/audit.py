@@ -15,6 +15,7 @@ from decentral.core.journal.events import AppliedLine, CountedLine, JournalEvent
 from decentral.core.journal.file import deleted, read
 from decentral.core.journal.lines import JOURNAL_LINES, Recorded, name_of
 from decentral.core.journal.micro_batch_counts import audit
+from decentral.core.near_names import did_you_mean
 from decentral.core.peer_folders import changed_at, journals_in, newest_of_each_peer
 from decentral.core.units import plural
 
@@ -80,9 +81,12 @@ def journals(folder: Path) -> list[Path]:
     If a peer's state folder was copied, only the copy whose journal changed last is included.
 
     Raises:
-        UserError: If the folder has no journal.
+        UserError: If the folder does not exist, or has no journal.
     """
     found = journals_in(folder)
+    if not folder.exists():
+        near = did_you_mean(folder.name, [one.name for one in folder.absolute().parent.glob("*/")])
+        raise UserError(f"{folder} does not exist; give peers' state folders, or a folder of state folders{near}")
     if not found:
         raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of state folders")
     newest = newest_of_each_peer({journal.parent: changed_at(journal) for journal in found})

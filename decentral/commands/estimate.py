@@ -1,17 +1,18 @@
 """python -m decentral.estimate: predict what a swarm that does not exist yet can train, how fast, and at what price.
 
-python -m decentral.estimate --peers "4x4090 home:50/500, 8xA100 oregon"      models of several sizes, in a table
-python -m decentral.estimate --model 1.3B --peers "4x4090 home:50/500, 8xA100 oregon" --tokens 10B
+python -m decentral.estimate --peers "4x4090 homes:50/500, 8xA100 oregon"      models of several sizes, in a table
+python -m decentral.estimate --model 1.3B --peers "4x4090 homes:50/500, 8xA100 oregon" --tokens 10B
 python -m decentral.estimate my-config.yaml --peers "4xcpu" --json
 
 A device is one of NVIDIA's cards, with its published peak speed, or `cpu`: this machine's processor, which is timed.
-The peers of a place share the place's link to other places. Each estimate has a range; a run may still be outside of
-the range (docs/results/estimates.md).
+The peers of a place share the place's link to other places; with the place `homes` each peer has a home of its own.
+Each estimate has a range; a run may still be outside of the range (docs/results/estimates.md).
 """
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +57,11 @@ def _main(flags: argparse.Namespace) -> None:
         rows = size_table.by_size(run, groups, flags.seconds)
         for row in rows:
             row |= _of_tokens(row, flags.tokens or TOKENS_A_PARAMETER * row["parameters"], groups, prices)
-        found = {"tokens": flags.tokens, "sizes": rows, "notes": estimating.notes_on_cards(groups)}
+        found = {
+            "tokens": flags.tokens,
+            "sizes": rows,
+            "notes": [*places.notes_on_places(groups), *estimating.notes_on_cards(groups)],
+        }
     show = _show if shaped else _show_sizes
     print(strict_json.dumps(found)) if flags.json else show(found, shared.result_console())
 
@@ -71,6 +76,9 @@ def run_of(flags: argparse.Namespace) -> Config:
     if flags.model and size is None and flags.config:
         raise UserError(f"give CONFIG or --model {flags.model}, not both; a size such as --model 125M goes with CONFIG")
     path = flags.config if size or not flags.model else flags.model
+    if path is not None and path == flags.model and path[:1].isdigit() and not Path(path).exists():
+        hint = quantities.comma_hint(path)
+        raise UserError(f"--model expects a size such as 125M or 1B, or a config; got {path!r}{hint}")
     overrides = [*(FOLDER_DATA if flags.model_from and path is None else ()), *flags.set]
     run = config.load(path, overrides, OwnInputs(model_folder=flags.model_from))
     if size:
@@ -103,16 +111,19 @@ def _of_tokens(
 def _prices(text: str | None) -> dict[str, float]:
     """Return the price of an hour by device key, from a text such as `0.4` or `4090=0.35,A100=1.2`.
 
-    The key "" has the price of each device that the text does not name.
+    A price without a device stands alone, for every device; its key is "".
     """
     found: dict[str, float] = {}
-    for part in text.split(",") if text else ():
+    parts = text.split(",") if text else []
+    for part in parts:
         device, equals, price = part.rpartition("=")
         try:
             found[cards.key(device) if equals else ""] = shared.finite(price)
+            if not equals and len(parts) > 1:
+                raise argparse.ArgumentTypeError("a decimal comma")
         except argparse.ArgumentTypeError:
             form = "expects 0.4, or 4090=0.35,A100=1.2, for an hour of a device"
-            raise UserError(f"--price {form}; got {text!r}") from None
+            raise UserError(f"--price {form}; got {text!r}{quantities.comma_hint(text or '')}") from None
     if any(price < 0 for price in found.values()):
         raise UserError(f"--price expects prices of at least 0; got {text!r}")
     return found
@@ -146,14 +157,15 @@ def _show(found: JsonObject, console: Console) -> None:
     rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
     console.print(f"{rates}; limit: {found['limit']}", soft_wrap=True)
     for link in found["links"]:
+        each = "each of " if link["homes"] > 1 else ""
         console.print(
-            f"link of {link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
+            f"link of {each}{link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
         )
     if "days" in found:
         console.print(f"{readable_number(found['tokens'])} tokens: {_range(found['days'])} days")
     if "price_per_hour" in found:
         in_all = f"; in all {_range(found['price'])}" if "price" in found else ""
-        console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}")
+        console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}, in the currency of --price")
     for note in [*found["notes"], RECOVERED]:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
@@ -198,11 +210,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peers = (
         "[COUNTx]DEVICE [PLACE[:UP/DOWN]], ...; Mb/s, by default 20/100 where PLACE begins with home, else 1000/1000"
     )
+    peers += "; the machines of a PLACE share its link, but with PLACE homes each has a home of its own"
     parser.add_argument("--peers", required=True, metavar="PEERS", help=peers)
     parser.add_argument(
         "--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B: days and price"
     )
-    parser.add_argument("--price", metavar="PRICE", help="of an hour of a device: 0.4, or 4090=0.35,A100=1.2")
+    parser.add_argument(
+        "--price", metavar="PRICE", help="of an hour of a device, in any currency: 0.4, or 4090=0.35,A100=1.2"
+    )
     search = "time limit of the search for routes and of the simulation; default 60 s"
     parser.add_argument("--seconds", type=quantities.duration_s, default=60.0, metavar="TIME", help=search)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")

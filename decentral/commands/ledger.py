@@ -29,6 +29,9 @@ LEGEND = (
     "served: bytes that others received; checks: windows and gradients that others found right; witnesses: peers that\n"
     "measured it; claims: tokens by the peer's own word, which do not count; -: nobody measured it"
 )
+UNSIGNED = (
+    "a record of its own here, so its name and claims are missing; a peer writes one each minute, and when it leaves"
+)
 MB = 1e6
 
 
@@ -47,15 +50,17 @@ def _main(flags: argparse.Namespace) -> None:
         print(strict_json.dumps({"run": run, "contributions": rows}, indent=1))
     else:
         print(f"run {plain_text(run)}: {plural(len(statements), 'peer')} with a signed record")
-        print(table(LEDGER_COLUMNS, [_row(one) for one in found]))
+        print(table(LEDGER_COLUMNS, [_row(one, one.peer in statements) for one in found]))
         print(LEGEND)
+        if unsigned := sum(one.peer not in statements for one in found):
+            print(f"{plural(unsigned, 'peer')} without {UNSIGNED}")
 
 
-def _row(one: Credit) -> tuple[str, ...]:
-    """Return the cells of a peer's line, in the order of LEDGER_COLUMNS."""
+def _row(one: Credit, signed: bool) -> tuple[str, ...]:
+    """Return the cells of a peer's line, in the order of LEDGER_COLUMNS; `signed`: whether there is its own record."""
     from decentral.commands.ps import NO_FIGURE
 
-    who, claims = titled(PeerId(one.peer), one.name), f"{one.claimed_tokens:,}"
+    who, claims = titled(PeerId(one.peer), one.name), f"{one.claimed_tokens:,}" if signed else NO_FIGURE
     if not one.witnesses:
         return (who, *[NO_FIGURE] * 5, "0", claims)
     checks = f"{one.passed:,}" + (f", {one.failed:,} failed" if one.failed else "")

@@ -4,6 +4,7 @@ The peers are ordinary `python -m decentral.peer` processes; only different spee
     start the first peer -> the others join it -> wait -> Ctrl-C to each -> summarise journals and checkpoints
 """
 
+import argparse
 import os
 import shlex
 import signal
@@ -12,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -22,22 +23,22 @@ from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.commands import lifeline, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
+from decentral.commands.local_peer import LocalPeer
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
 from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import UserError, writing
-from decentral.core.journal.events import ErrorLine, JoinedLine, JournalEvent, StartedLine, StepLine, UnheldLine
-from decentral.core.journal.file import Tail, read
-from decentral.core.journal.lines import recorded
+from decentral.core.journal.events import JoinedLine, JournalEvent, StartedLine
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.peer_names import name_of_several
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
 from decentral.core.times import clock_time
-from decentral.core.units import Amount, Seconds, plural
+from decentral.core.units import Amount, plural
 from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.startup.flags import StartFlags
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
-from decentral.peers.startup.state import StateFolder
+from decentral.peers.startup.state import StateFolder, refuse_model
 from decentral.view import summary
 from decentral.view.event_hooks import Hooks
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
@@ -50,9 +51,6 @@ PEER_START_S = 180.0  # a peer must join within this time, even if four peers st
 PEER_LEAVE_S = 120.0  # peers that have not saved and left within this time are killed
 POLL_S = 0.25
 REASON_CHARS = 500
-LAST_OUTPUT_BYTES = 8192
-
-EventT = TypeVar("EventT", bound=JournalEvent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +118,16 @@ def _main(flags: LocalFlags) -> None:
 
 
 def check_run(flags: LocalFlags, folder: Path) -> None:
-    """Raise UserError if a new run's config is not valid, or --memory is too small for its model (if built in)."""
+    """Raise UserError if no peer could begin the run that these flags describe, or go on with the folder's run.
+
+    A new run's config has to be valid, and --memory large enough for its model, if that is built in.
+    """
+    refuse_model(folder)
+    asked = StartFlags(config=flags.config, overrides=flags.overrides, private=flags.private)
+    for number in range(len(flags.throttles)):
+        peer = StateFolder(folder / f"peer-{number}")
+        if kept := peer.read_run():
+            replace(asked, private=flags.private and number == 0).require_consistent(kept, peer.path)
     if (folder / "peer-0" / "run.json").exists():
         return
     run = config.load(flags.config, flags.overrides)
@@ -129,60 +136,6 @@ def check_run(flags: LocalFlags, folder: Path) -> None:
 
         needs = memory.needs_on(run, measure.choose(flags.device))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
-
-
-@dataclass(slots=True)
-class LocalPeer:
-    """One peer process, with the steps and errors that have been read from its journal so far."""
-
-    number: int
-    folder: Path
-    process: "subprocess.Popen[bytes]"
-    steps: list[tuple[Seconds, StepLine]] = field(default_factory=list)  # (Unix time, content) of `step` lines
-    troubles: dict[str, Seconds] = field(default_factory=dict)  # error -> Unix time of its latest occurrence
-    _tail: Tail = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Make the reader of the journal's new lines."""
-        self._tail = Tail(self.folder / "journal.jsonl")
-
-    def death(self) -> str:
-        """Return the signal or exit code of a process that died, as text; "" if it runs or left in an orderly way."""
-        status = self.process.poll() or 0
-        if status == -signal.SIGINT:  # no death: Ctrl-C ended the process before it had set its handler
-            return ""
-        return f"killed by signal {-status}" if status < 0 else f"exit code {status}" if status else ""
-
-    def happened(self, kind: type[EventT], since: Seconds) -> EventT | None:
-        """Return the journal's first event of class `kind` at Unix time `since` or later; None if there is none."""
-        lines = recorded(read(self.folder / "journal.jsonl"))
-        return next((line.event for line in lines if isinstance(line.event, kind) and line.t >= since), None)
-
-    def follow(self) -> None:
-        """Read the journal's new lines into `steps` and `troubles`."""
-        for line in recorded(self._tail.new()):
-            match line.event:
-                case StepLine():
-                    self.steps.append((line.t, line.event))
-                case ErrorLine(reason=reason) | UnheldLine(reason=reason):
-                    self.troubles[reason] = line.t
-
-    def has_done(self, goal: Amount, since: float) -> bool:
-        """Return whether the peer reached `goal` after `since` (Unix time); False if the goal is in seconds."""
-        if goal.kind == "s":
-            return False
-        self.follow()
-        steps = [line for t, line in self.steps if t >= since]
-        if goal.kind == "steps":
-            return bool(steps) and steps[-1].step - steps[0].step >= goal.value
-        return sum(line.tokens for line in steps) >= goal.value
-
-    def progress(self, since: float) -> str:
-        """Return loss and number of the latest step after `since` (Unix time), or "-"; a dead peer has loss "dead"."""
-        self.follow()
-        last = self.steps[-1][1] if self.steps and self.steps[-1][0] >= since else None
-        loss = "dead" if self.death() else summary.readable(last.loss) if last else "-"
-        return f"{loss} at step {last.step}" if last else loss
 
 
 class LocalSwarm:
@@ -263,7 +216,7 @@ class LocalSwarm:
             if not death or member.number in self.known_dead:
                 continue
             self.known_dead.add(member.number)
-            last = f"; its last line: {_last_output(member.folder)}" if member.process.returncode > 0 else ""
+            last = f"; its last line: {member.last_output()}" if member.process.returncode > 0 else ""
             self.say(printable(f"warning: peer {member.number} has ended ({death}){last}", REASON_CHARS))
             started = member.happened(StartedLine, self.began - 1)
             if self.page and started:
@@ -315,7 +268,7 @@ class LocalSwarm:
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--name", name_of_several(number)]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
-        arguments += ["--memory", str(self.memory[number])] if self.memory else []
+        arguments += ["--memory", f"{self.memory[number]}B"] if self.memory else []
         if self.flags.metrics:
             arguments += ["--metrics", shared.metrics_address(self.flags.metrics, number)]
         arguments += ["--log", ",".join(self.flags.log)] if self.flags.log else []
@@ -358,12 +311,12 @@ class LocalSwarm:
         deadline, said = self.now() + PEER_START_S, ""
         while member.happened(event, self.began - 1) is None:
             self.tell_hooks()
-            does = _last_output(member.folder)
+            does = member.last_output()
             if does != said and does.startswith(shared.STARTING):
                 self.say(f"peer {member.number} {printable(does, REASON_CHARS)}")
                 said = does
             if member.process.poll() is not None:
-                raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
+                raise UserError(f"peer {member.number} did not start: {member.last_output()}")
             if self.now() > deadline:
                 waited = f"within {PEER_START_S:.0f} s; the machine may be overloaded: start fewer peers"
                 raise UserError(f"peer {member.number} did not start {waited}")
@@ -371,13 +324,6 @@ class LocalSwarm:
 
     def _running(self) -> list[LocalPeer]:
         return [member for member in self.members if member.process.poll() is None]
-
-
-def _last_output(folder: Path) -> str:
-    with (folder / "output.txt").open("rb") as output:
-        output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
-        lines = output.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
 
 
 def parse(argv: Sequence[str] | None) -> LocalFlags:
@@ -431,7 +377,10 @@ def _require_place(summary_file: Path) -> None:
 def _memories(text: str | None, peers: int) -> tuple[int, ...]:
     if text is None:
         return ()
-    sizes = tuple(shared.several(text, quantities.size_bytes))
+    try:
+        sizes = tuple(map(quantities.memory_bytes, text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--memory: {error}") from None
     if len(sizes) not in (1, peers):
         raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
     return sizes * peers if len(sizes) == 1 else sizes

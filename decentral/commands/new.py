@@ -1,7 +1,7 @@
 """python -m decentral.new: write a config for a goal, with a comment for each key that it sets.
 
 python -m decentral.new                                       asks a few questions, on a terminal
-python -m decentral.new mine --model 125M --data books --peers "4x4090 home, 8xA100 oregon" --tokens 10B
+python -m decentral.new mine --model 125M --data books --peers "4x4090 homes, 8xA100 oregon" --tokens 10B
 
 The file has only the keys that differ from their defaults.
 """
@@ -60,6 +60,8 @@ def _main(flags: argparse.Namespace) -> None:
         raise UserError(f"{file} exists already; choose another NAME, or another file with --out")
     with writing("--out", file), file.open("x", encoding="utf-8") as out:  # "x" follows no link and replaces no file
         out.write(text)
+    if flags.data and not (Path(flags.data).exists() or _is_on_hub(flags.data)):
+        print(f"note: {flags.data} is not here yet; a peer needs it when it starts")
     peers = f' --peers "{flags.peers}"' if flags.peers else " --peers ..."
     commands = (f"python -m decentral.estimate {file}{peers}", f"python -m decentral.peer {file}")
     print(shared.as_called("\n    ".join((f"{file}; what it reaches, and how to begin:", *commands))))
@@ -81,7 +83,7 @@ def _ask_for(flags: argparse.Namespace, ask: Callable[[str], str]) -> None:
         data = answer("Data: a text file or folder, rows, tokens; none: Python's library", "none")
         given["data"] = None if data == "none" else data
     if flags.peers is None:
-        given["peers"] = answer("Peers, such as 4x4090 home:50/500, 8xA100 oregon", "2xcpu here")
+        given["peers"] = answer("Peers, such as 4x4090 homes:50/500, 8xA100 oregon", "2xcpu here")
     if flags.tokens is None:
         given["tokens"] = _tokens(answer("Tokens to train", "100M"))
 
@@ -172,12 +174,16 @@ def _kind(flags: argparse.Namespace) -> tuple[str, str]:
     if path.suffix in TOKEN_FILES:
         return "tokens", "The file has tokens already."
     rows = path.suffix in FILES_OF_ROWS or any(any(path.glob(f"**/*{suffix}")) for suffix in FILES_OF_ROWS)
-    on_hub = "/" in flags.data and not path.exists() and not path.is_absolute() and not flags.data.startswith(".")
-    if not (rows or on_hub or flags.tokenizer or flags.model_from):
+    if not (rows or _is_on_hub(flags.data) or flags.tokenizer or flags.model_from):
         return "text", "Each byte is a token, so no tokenizer is needed."
     if not (flags.tokenizer or flags.model_from):
         raise UserError(f"--data {flags.data}: rows of text need --tokenizer PATH, a tokenizer.json or its folder")
     return "huggingface", "Rows of text, which the run's tokenizer turns into tokens."
+
+
+def _is_on_hub(data: str) -> bool:
+    """Return whether the name of the data is that of a data set on Hugging Face, not of a file here."""
+    return "/" in data and not Path(data).exists() and not Path(data).is_absolute() and not data.startswith(".")
 
 
 def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[Setting]:
@@ -261,7 +267,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose weights the run starts from")
     parser.add_argument("--data", metavar="PATH", help="text, rows or tokens; default: Python's standard library")
     parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer, for rows of text")
-    peers = "as for decentral.estimate: 4x4090 home:50/500, 8xA100 oregon"
+    peers = "as for decentral.estimate: 4x4090 homes:50/500, 8xA100 oregon"
     parser.add_argument("--peers", metavar="PEERS", help=peers)
     parser.add_argument("--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a further key")

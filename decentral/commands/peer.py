@@ -24,12 +24,14 @@ if __name__ == "__main__":  # let a signal end the process at once during import
         signal.signal(_each, lambda *_: os._exit(0))
     heed()
 
+from decentral.comm.net import ports
 from decentral.commands import push, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.lifeline import heed
 from decentral.core import config, quantities
 from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import UserError
+from decentral.core.near_names import did_you_mean
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
@@ -60,7 +62,7 @@ def _start(arguments: Sequence[str]) -> None:
     place = Place.here()
     try:
         flags = parse(arguments)
-        _require_config(flags)
+        _require_consistent(flags)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir DIR, so that it finds its checkpoint again")
         if flags.state_dir and ATTEMPT not in os.environ:  # a rank skips this check, because its launcher has made it
@@ -92,10 +94,18 @@ def _start(arguments: Sequence[str]) -> None:
         asyncio.run(start_peer.start(_downloaded(flags), flags.peer.device))
 
 
-def _require_config(flags: StartFlags) -> None:
-    """Raise UserError before torch is loaded if the config of a new run is not valid."""
-    uploaded = flags.own.model_folder is not None and holds_uploads(flags.own.model_folder)
-    if flags.say_config and not (uploaded or _has_run(flags)):
+def _require_consistent(flags: StartFlags) -> None:
+    """Raise UserError before torch is loaded if flags contradict each other or the run, or a new run's config is wrong.
+
+    The check is left to `start_peer.start` if a launcher restarts the peer, since the folder then replaces some flags,
+    and if --model-from names an upload that is not downloaded yet.
+    """
+    if ATTEMPT in os.environ or (flags.own.model_folder is not None and holds_uploads(flags.own.model_folder)):
+        return
+    folder = Path(flags.state_dir or "")
+    kept = state.StateFolder(folder).read_run(flags.own) if _has_run(flags) else None
+    flags.require_consistent(kept, folder)
+    if flags.say_config and kept is None:
         config.load(flags.config, flags.overrides, flags.own)
 
 
@@ -134,15 +144,16 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     several = f"{CHOICES}; or several: cuda:0,cuda:1"
     parser.add_argument("--device", type=valid_devices, help=several)
-    parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
+    ways = f"{{{','.join(Split)}}}"
+    parser.add_argument("--split", type=_split, metavar=ways, help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"
-    parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)
+    parser.add_argument("--memory", type=quantities.memory_bytes, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
     parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="address where others reach this peer")
     called = "what people see this peer called, up to 32 characters; default: the host name"
     parser.add_argument("--name", help=called)
     parser.add_argument("--region", help="name of this peer's place, for the planner")
-    parser.add_argument("--throttle", type=float, metavar="F", help="train F times slower than the device can")
+    parser.add_argument("--throttle", type=shared.finite, metavar="F", help="train F times slower than the device can")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 15m, 2h, 500steps or 2Mtokens of this peer")
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
     _add_watch_flags(parser)
@@ -199,6 +210,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--upload-rate", type=quantities.rate_bytes, metavar="RATE", help=rate)
 
 
+def _split(text: str) -> Split:
+    if text in list(Split):
+        return Split(text)
+    raise argparse.ArgumentTypeError(f"expected one of {', '.join(Split)}; got {text!r}{did_you_mean(text, Split)}")
+
+
 def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
     """Return the flags to store in the state folder: those of this call, completed by the stored flags.
 
@@ -232,7 +249,7 @@ def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_record(flags: state.PeerFlags) -> None:
-    """Raise UserError if these flags would make a DHT record that other peers refuse."""
+    """Raise UserError if other peers would refuse a DHT record with these flags, or an address is no multiaddr."""
     if flags.region != plain_text(flags.region):
         raise UserError(f"--region expects up to {SHOWN_CHARS} printable characters, no brackets; got {flags.region!r}")
     if flags.name is not None and flags.name != plain_text(flags.name, PEER_NAME_CHARS):
@@ -242,6 +259,8 @@ def _check_record(flags: state.PeerFlags) -> None:
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"
             longest = max(map(len, given))
             raise UserError(f"--{name} expects at most {most}; got {len(given)}, the longest with {longest} characters")
+        for address in given:
+            ports.require_multiaddr(address, f"--{name}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from decentral.commands import table
 from decentral.commands.output import OutputGone, outputs
+from decentral.core import quantities
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean, nearest
 from decentral.core.plain_text import error_text, printable
@@ -32,6 +33,7 @@ T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
 STARTING = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
+EXPECTED = {"int": "a whole number such as 4", "float": "a number such as 1.5"}  # type of a flag -> what is expected
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
 PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
@@ -47,6 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with argparse's message; it names what is nearest to an unknown flag or choice."""
+        if refused := re.fullmatch(r"(argument .*): invalid (int|float) value: '(.*)'", message, re.DOTALL):
+            message = f"{refused[1]}: {quantities.unreadable(EXPECTED[refused[2]], refused[3])}"
         raise UserError(as_called(f"{message}{self._meant(message)} (see {self.prog} --help)"))
 
     def _meant(self, message: str) -> str:
@@ -79,7 +83,7 @@ def finite(text: str) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    raise argparse.ArgumentTypeError(f"expected a number; got {text!r}")
+    raise quantities.unreadable(EXPECTED["float"], text)
 
 
 def several(text: str, read: Callable[[str], T]) -> list[T]:

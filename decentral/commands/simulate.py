@@ -98,10 +98,7 @@ def _besides(text: str) -> tuple[str, ...]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = shared.several(text, quantities.size_bytes)
-    if not sizes:
-        raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}")
-    return tuple(sizes)
+    return tuple(map(quantities.memory_bytes, text.split(",")))
 
 
 def _factors(text: str) -> tuple[float, ...]:

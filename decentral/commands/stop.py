@@ -2,6 +2,7 @@
 
     python -m decentral.stop ann             the peer with this name (`decentral ps` shows names)
     python -m decentral.stop swarm/peer-1    the peer with this state folder, or all peers in a folder
+    python -m decentral.stop gpt-3fa2c1      this user's peers of the run with this id
     python -m decentral.stop --all           all peers that this user runs here, after a question on a terminal
 
 The command only ends processes that hold the lock of a peer's state folder and belong to this user. It never kills: a
@@ -21,7 +22,7 @@ from decentral.commands.table import COMMANDS
 from decentral.core.errors import UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
-from decentral.core.peer_folders import CHECKPOINT, changed_at
+from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at, journals_in
 from decentral.core.plain_text import printable
 from decentral.core.temporary import is_temporary
 from decentral.core.times import ago
@@ -41,9 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     running = {peer: PeerStatus.of(peer) for peer in here()}
-    found = chosen(running, flags.which)
+    found, stopped = chosen(running, flags.which)
+    for folder, count in stopped.items():
+        print(f"{plural(count, 'peer')} in {folder}: stopped already" if count > 1 else f"{folder}: stopped already")
     if not found:
-        print("no peer of this user runs on this machine")
+        if not stopped:
+            print("no peer of this user runs on this machine")
         return
     if flags.all and not _agreed([running[peer] for peer in found], flags.yes):
         print("none was stopped")
@@ -85,37 +89,58 @@ def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
         return False
 
 
-def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
-    """Return which of this user's running peers to stop.
+def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], dict[Path, int]]:
+    """Return which of this user's running peers to stop, and the named folders whose peers have all ended.
 
     Args:
         running: The peers on this machine.
-        which: Names and folders of peers, and folders of peers' folders; []: all peers of this user.
+        which: Names and folders of peers, folders of peers' folders, and ids of runs; []: all peers of this user.
+
+    Returns:
+        The peers, and folder -> number of peers' folders that are there, or 1 for a peer's own folder.
 
     Raises:
-        UserError: If no peer of this user has one of these names or folders, if several peers have the same name, or if
-            a peer's name is also the path of a folder with other peers (perhaps a link that somebody else has made).
+        UserError: If nothing of this user has one of these names, if several peers have the same name, or if a peer's
+            name is also a run's id, or the path of a folder with other peers (perhaps a link that somebody else made).
     """
     own = {peer: status for peer, status in running.items() if peer.folder is not None}
     if not which:
-        return list(own)
+        return list(own), {}
     found: dict[RunningPeer, None] = {}
+    ended: dict[Path, int] = {}
     for one in which:
+        if not one:
+            raise UserError("expected the name or folder of a peer; got an empty string (see decentral ps)")
         named = [peer for peer, status in own.items() if status.name == one]
         path = Path(one).resolve()
         inside = [peer for peer in own if peer.folder and path in (peer.folder, peer.folder.parent)]
-        if not one:
-            raise UserError("expected the name or folder of a peer; got an empty string (see decentral ps)")
+        of_run = [peer for peer, status in own.items() if status.run == one]
         if named and inside and set(named) != set(inside):
             raise UserError(f"{one} is a peer's name and a folder of other peers; give the peer's folder, or ./{one}")
-        if len(named) > 1 and not inside:
-            folders = ", ".join(str(peer.folder) for peer in named)
+        if of_run and (named or inside) and set(of_run) != set(inside or named):
+            raise UserError(f"{one} is the id of a run, and also a name or a folder; give the peers' folders")
+        if len(named) > 1 and not inside and not of_run:
+            folders = ", ".join(f"{peer.folder} (run {own[peer].run})" for peer in named)
             raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")
-        if not named and not inside:
-            near = did_you_mean(one, [name for status in own.values() for name in (status.name, str(status.folder))])
-            raise UserError(f"no peer of this user here has the name or folder {one!r}{near} (see decentral ps)")
-        found |= dict.fromkeys(inside or named)
-    return list(found)
+        chosen_here = inside or named or of_run
+        there = 0 if chosen_here else len(journals_in(path))
+        if there:
+            ended[Path(one)] = there
+        elif not chosen_here:
+            raise UserError(f"{_unknown(one, list(own.values()))} (see decentral ps)")
+        found |= dict.fromkeys(chosen_here)
+    return list(found), ended
+
+
+def _unknown(one: str, own: Sequence[PeerStatus]) -> str:
+    """Return an error's text for a word that names no peer of this user, with the nearest name, folder or run."""
+    folders = {Path(status.folder) for status in own if status.folder}
+    around = {folder.parent for folder in folders}
+    if Path(one).parent.is_dir():
+        around |= {path.parent.parent for path in Path(one).parent.glob(f"*/*/{JOURNAL}")}
+    shown = [str(folder) for folder in (*folders, *around)] + [folder.name for folder in around]
+    near = did_you_mean(one, [*(name for status in own for name in (status.name, status.run)), *shown])
+    return f"no peer of this user here has the name, folder or run {one!r}{near}"
 
 
 def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[bool, str]:
@@ -148,8 +173,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
     about = "Make peers on this machine save, leave their swarms, and end."
     parser = shared.Parser(prog="python -m decentral.stop", description=about)
-    which = "a peer's name or state folder, or a folder of peers' folders"
-    parser.add_argument("which", nargs="*", metavar="NAME|DIR", help=which)
+    which = "a peer's name or state folder, a folder of peers' folders, or a run's id"
+    parser.add_argument("which", nargs="*", metavar="NAME|DIR|RUN", help=which)
     parser.add_argument("--all", action="store_true", help="all peers that this user runs on this machine")
     parser.add_argument("--yes", action="store_true", help="with --all: do not ask on a terminal")
     flags = parser.parse_args(argv)

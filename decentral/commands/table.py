@@ -51,15 +51,15 @@ COMMANDS = {
     "estimate": Command(
         "predict what a swarm can train, how fast, and at what price, before it exists",
         (
-            '--peers "4x4090 home:50/500, 8xA100-80GB oregon"',
-            '--model 1.3B --peers "4x4090 home:50/500, 8xA100 oregon" --tokens 10B --price 4090=0.35,A100=1.2',
+            '--peers "4x4090 homes:50/500, 8xA100-80GB oregon"',
+            '--model 1.3B --peers "4x4090 homes:50/500, 8xA100 oregon" --tokens 10B --price 4090=0.35,A100=1.2',
             'small --peers "4xcpu" --json',
         ),
         interrupted=130,
     ),
     "new": Command(
         "write a config for a goal, with a comment for each key that it sets",
-        ("", 'mine --model 125M --data books --peers "4x4090 home, 8xA100 oregon" --tokens 10B'),
+        ("", 'mine --model 125M --data books --peers "4x4090 homes, 8xA100 oregon" --tokens 10B'),
     ),
     "config": Command(
         "print every key of a config with its meaning, default, unit and range",

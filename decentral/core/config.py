@@ -37,6 +37,7 @@ from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import printable
+from decentral.core.quantities import comma_hint
 from decentral.model import families
 from decentral.model.shape import ModelConfig as ModelConfig
 
@@ -443,4 +444,5 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
     near = did_you_mean(str(first["input"])[:30], expected.split("'")[1::2])  # the allowed names are quoted
+    near = near or (comma_hint(str(first["input"])[:30]) if "number" in expected or "integer" in expected else "")
     return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}{near}"

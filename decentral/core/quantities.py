@@ -13,7 +13,21 @@ THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}  # lett
 MOST_SECONDS = 10 * 365 * 86400.0  # no duration is longer than ten years
 MOST_SIZE = 1 << 60
 MOST_COUNT = 1e18
+LEAST_BARE_MEMORY = 1_000_000  # bytes; a smaller number without a unit is taken for a forgotten unit
 _NUMBER = r"(?P<value>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
+
+
+def unreadable(expected: str, text: str) -> argparse.ArgumentTypeError:
+    """Return the error for a text that is not what was expected, with the number that a comma in it may mean."""
+    return argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{comma_hint(text)}")
+
+
+def comma_hint(text: str) -> str:
+    """Return `; write 0.30` for a text with a decimal comma, `; write 1000` for commas between thousands, else ""."""
+    if re.search(r"(?<![\d.,])[1-9]\d{0,2}(,\d{3})+(?![\d,])", text):
+        return f"; write {text.strip().replace(',', '')}"
+    pointed = re.sub(r"(?<=\d),(?=\d)", ".", text.strip())
+    return f"; write {pointed}" if pointed != text.strip() else ""
 
 
 def duration_s(text: str) -> float:
@@ -24,9 +38,7 @@ def duration_s(text: str) -> float:
     """
     value = _read(text, r"(?P<unit>[smhdw]?)", SECONDS)
     if not 0 < value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"expected a duration such as 90s, 15m, 2h or 1d, at most ten years; got {text!r}"
-        )
+        raise unreadable("a duration such as 90s, 15m, 2h or 1d, at most ten years", text)
     return value
 
 
@@ -38,8 +50,22 @@ def size_bytes(text: str) -> int:
     """
     value = _read(text, r"(?P<unit>[kmgt]?)b?", THOUSANDS)
     if not 1 <= value < MOST_SIZE:
-        raise argparse.ArgumentTypeError(f"expected a size such as 800MB or 16GB; got {text!r}")
+        raise unreadable("a size such as 800MB or 16GB", text)
     return int(value)
+
+
+def memory_bytes(text: str) -> int:
+    """Return the bytes in a text such as 800MB or 16GB; a number without a unit has at least LEAST_BARE_MEMORY.
+
+    Raises:
+        ArgumentTypeError: As `size_bytes`, and for a text such as 8, which somebody means as 8 GB.
+    """
+    size, bare = size_bytes(text), text.strip()
+    if size < LEAST_BARE_MEMORY and not bare[-1].isalpha():
+        raise argparse.ArgumentTypeError(
+            f"expected a size with a unit, such as 8GB; got {text!r}; did you mean {bare}GB?"
+        )
+    return size
 
 
 def count(text: str) -> float:
@@ -50,7 +76,7 @@ def count(text: str) -> float:
     """
     value = _read(text, r"(?P<unit>[kmgbt]?)", THOUSANDS)
     if not 0 < value <= MOST_COUNT:
-        raise argparse.ArgumentTypeError(f"expected a number such as 125M, 10B or 2e6; got {text!r}")
+        raise unreadable("a number such as 125M, 10B or 2e6", text)
     return value
 
 
@@ -63,7 +89,7 @@ def rate_bytes(text: str) -> float:
     bare = text.strip().removesuffix("/s").removesuffix("ps")
     value = _read(bare if re.search("[A-Za-z]$", bare) else f"{bare}M", r"(?P<unit>[kmgt])(?-i:b|bit)?", THOUSANDS)
     if not 0 < value <= MOST_COUNT:
-        raise argparse.ArgumentTypeError(f"expected a rate in Mb/s, such as 50, 500Mb/s or 1Gb/s; got {text!r}")
+        raise unreadable("a rate in Mb/s, such as 50, 500Mb/s or 1Gb/s", text)
     return value / 8
 
 

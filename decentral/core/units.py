@@ -49,7 +49,9 @@ class Amount:
                 return cls(quantities.count(found["number"]), cast(Kind, found["kind"]))
             if found:
                 return cls(quantities.duration_s(text), "s")
-        raise UserError(f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {text!r}")
+        raise UserError(
+            f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {text!r}{quantities.comma_hint(text)}"
+        )
 
     def __str__(self) -> str:
         """Return the amount as a user types it, in the largest unit that leaves it whole: `90s`, `2h`, `3Mtokens`."""
@@ -74,8 +76,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def readable_number(value: float) -> str:
-    """Return a number for people, with three digits and k, M or G: `1.5 M`, `20 k`."""
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+    """Return a number of tokens or parameters for people, with three digits and k, M, B or T: `1.5 M`, `10 B`."""
+    for unit, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= unit:
             return f"{value / unit:.3g}{name}"
     return f"{value:.3g}"

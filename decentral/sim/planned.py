@@ -97,9 +97,8 @@ def scenario_of(
 ) -> Scenario:
     """Return the scenario in which the planned peers begin with their planned layers, and keep these.
 
-    A device computes as fast as the plan assumes. The fragments' sizes are proportional to the time that they take,
-    because peers estimate a fragment's time from its size. Each peer has the topology's memory, and fragments take the
-    bytes that the plan counts.
+    A device computes as fast as the plan assumes, and fragments take the shares of a token's time that the plan counts.
+    Each peer has the topology's memory, and fragments take the bytes that the plan counts.
 
     Raises:
         UserError: If the plan is for another topology or model, or cuts the model within a fragment.
@@ -149,11 +148,14 @@ def _needs(costs: LayerCosts, cuts: tuple[Fragment, ...], sequences: int) -> Mem
 
 
 def _timed(cuts: list[Fragment], share_L: list[float]) -> tuple[Fragment, ...]:
-    """Return the fragments with sizes in proportion to their share of the time; their total size stays the same."""
+    """Return the fragments with work in proportion to their share of the time, and all with the mean size.
+
+    The surrogates' snapshots have the size of the mean fragment, and a peer computes from a snapshot's size and its
+    fragment's parameters how many bytes all fragments have.
+    """
     total = sum(cut.parameters for cut in cuts)
-    return tuple(
-        replace(cut, parameters=max(1, round(total * sum(share_L[cut.first : cut.last]))), work=()) for cut in cuts
-    )
+    works = [(0.0, total * sum(share_L[cut.first : cut.last]), 0.0) for cut in cuts]
+    return tuple(replace(cut, parameters=total // len(cuts), work=work) for cut, work in zip(cuts, works, strict=True))
 
 
 @dataclass(slots=True)

@@ -1,12 +1,17 @@
 """The parsed flags of `decentral.peer` (`StartFlags`), and the inputs of one start of a peer (`PeerStart`)."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decentral.comm.wire.identity import Identity
-from decentral.core.ids import PeerId
+from decentral.comm.wire.invitations import is_private
+from decentral.core.config import Config, load
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.units import Amount, Seconds
+from decentral.peers.startup.invitation_files import founded
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.view.event_hooks import Hooks
 from decentral.view.page.address import PageAddress
@@ -52,6 +57,41 @@ class StartFlags:
         """
         begun = replace(self, config=None, overrides=(), private=False, invite=None) if has_run else self
         return replace(begun, join=()) if knows_peers else begun
+
+    def require_consistent(self, kept: tuple[RunId, Config] | None, folder: Path) -> None:
+        """Check that the flags do not contradict the folder's run or each other.
+
+        The command line that made the folder is accepted again, since supervisors restart a peer with the same command.
+
+        Args:
+            kept: The run in the state folder; None if it has none.
+            folder: The state folder.
+
+        Raises:
+            UserError: If flags contradict the run or each other; the error names the flag to leave out.
+        """
+        if self.join and self.say_config:
+            raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
+        if kept and self.say_config and self._config_in_place_of(kept[1]).digest() != kept[1].digest():
+            settled = "whose config cannot change, and differs from these CONFIG and --set"
+            raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
+        if self.private and (self.join or (kept and not founded(folder))):
+            raise UserError("--private begins a new swarm; leave it out to join one, or to resume a peer")
+        if self.invite and not (self.join or kept):
+            raise UserError("--invite is for an existing swarm: give --join ADDR, the address of one of its peers")
+        if self.invite and kept and not is_private(kept[0]):
+            raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
+
+    def _config_in_place_of(self, kept: Config) -> Config:
+        """Return the config of CONFIG and --set, with the paths and digests of the user's own files from `kept`.
+
+        Raises:
+            UserError: If the config cannot be loaded.
+        """
+        found = load(self.config, self.overrides, kept.own_inputs)
+        model = found.model.model_copy(update={"weights": kept.model.weights})
+        data = found.data.model_copy(update={"tokenizer_digest": kept.data.tokenizer_digest})
+        return found.model_copy(update={"model": model, "data": data})
 
 
 @dataclass(frozen=True, slots=True)

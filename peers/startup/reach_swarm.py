@@ -78,7 +78,7 @@ def own_run(flags: StartFlags, folder: state.StateFolder) -> OwnRun:
         UserError: If flags contradict the folder or each other, or the config cannot be loaded.
     """
     kept = folder.read_run(flags.own)
-    _check_flags(flags, kept, folder.path)
+    flags.require_consistent(kept, folder.path)
     return OwnRun(kept, kept if kept or flags.join else _begin(flags, folder.path))
 
 
@@ -168,36 +168,6 @@ async def _greet(
                 say_at = now + JOIN_SAID_S
             await asyncio.sleep(again_s)
             again_s = min(JOIN_LONGER * again_s, MOST_JOIN_AGAIN_S)
-
-
-def _check_flags(flags: StartFlags, kept: Run | None, folder: Path) -> None:
-    """Check that flags do not contradict the folder's run or each other.
-
-    The command line that made the folder is accepted again, since supervisors restart a peer with the same command.
-
-    Raises:
-        UserError: If flags contradict the run or each other; the error names the flag to leave out.
-    """
-    if flags.join and flags.say_config:
-        raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    if kept and flags.say_config and _said(flags, kept[1]).digest() != kept[1].digest():
-        settled = "whose config cannot change, and differs from these CONFIG and --set"
-        raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
-    if flags.private and (flags.join or (kept and not invitation_files.founder_path(folder).exists())):
-        raise UserError("--private begins a new swarm; leave it out to join one, or to resume a peer")
-    if flags.invite and not (flags.join or kept):
-        raise UserError("--invite is for an existing swarm: give --join ADDR, the address of one of its peers")
-    if flags.invite and kept and not is_private(kept[0]):
-        raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
-
-
-def _said(flags: StartFlags, kept: config.Config) -> config.Config:
-    """Return the config of CONFIG and --set, but with the paths of the user's own files and code from `kept`.
-
-    Raises:
-        UserError: If the config cannot be loaded.
-    """
-    return config.load(flags.config, flags.overrides, kept.own_inputs)
 
 
 def _begin(flags: StartFlags, folder: Path) -> Run:

@@ -36,6 +36,7 @@ MADE_BY_A_START = (  # name patterns of the files that a start makes before the 
     *("invitation.json", "founder.json", "founder.lock", "revoked"),
 )
 MOST_STATE_BYTES = 64 * KiB  # longer JSON files in the folder are refused unread; the largest has at most 10 KiB
+MODEL_CONFIG = "config.json"  # in each folder of a Hugging Face model
 PEERS_NAMED = 8  # an error about several peers' folders names at most this many
 DISK_REMEDY = "make room there, or use another --state-dir"
 
@@ -321,11 +322,12 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
         says_peer: Whether the command has flags that `PeerFlags` keeps.
 
     Raises:
-        UserError: If the folder is not accepted, or contains the folders of peers.
+        UserError: If the folder is not accepted, has a model, or contains the folders of peers.
     """
     path = Path(wanted)
     if (path / "run.json").exists():
         return
+    refuse_model(path)
     if inside := _peers_in(path):
         raise UserError(
             f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
@@ -337,6 +339,12 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
         found = "has no run: the start that made it ended too early" if there else "does not exist"
         start = "to start one there, add a CONFIG, such as default, or --join ADDR"
         raise UserError(f"--state-dir {path} {found}{known}; to resume a peer, correct the path; {start}")
+
+
+def refuse_model(path: Path) -> None:
+    """Raise UserError if a folder is an exported model's, so that no peer's files are mixed with the model's."""
+    if (path / MODEL_CONFIG).exists() and not _peers_in(path):
+        raise UserError(f"--state-dir {path} has a model ({MODEL_CONFIG}); choose another folder for the peers' files")
 
 
 def _made_by_a_start(folder: Path) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral.comm.net import names, ports
+from decentral.comm.net.causes import ANOTHER
 from decentral.comm.net.dialling import Ranges
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
@@ -125,7 +126,7 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
             answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
         except AskError as error:
             refused = _why(error.reason, error.detail)
-            trouble, silent = f"--join {address}: {refused or f'{error}; {CHECK}'}", silent and not refused
+            trouble, silent = f"--join {address}: {refused or _no_answer(error)}", silent and not refused
             continue
         message = answer.envelope.message
         if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
@@ -150,6 +151,11 @@ async def refused_member(transport: PeerNetwork, peer: PeerId, run: RunId) -> st
     except AskError as error:
         return _why(error.reason, error.detail)
     return _why(message.reason, message.detail) if isinstance(message, Refused) else ""
+
+
+def _no_answer(error: AskError) -> str:
+    is_another = error.detail.startswith(ANOTHER)
+    return f"{error.detail}; ask for the current address" if is_another else f"{error}; {CHECK}"
 
 
 def _no_welcome(message: Message) -> str:

@@ -106,6 +106,7 @@ def test_two_to_six_runs_are_compared(count: int, capfd: pytest.CaptureFixture[s
 def test_a_folder_without_a_journal_is_named(
     runs: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "none").mkdir()
     assert compare.main([runs[0], str(tmp_path / "none")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "has no journal.jsonl" in line

@@ -59,9 +59,18 @@ def test_a_model_that_no_peer_holds_is_cut_and_its_limit_named(capsys: pytest.Ca
 
 
 def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimate.main([*QUICK, "--model", "125M", "--peers", SWARM, "--tokens", "10B"]) == 0
+    assert estimate.main([*QUICK, "--model", "125M", "--peers", SWARM, "--tokens", "10B", "--price", "0.25"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("2x4090 home", "1xA100 oregon", "tokens/s", "limit: compute", "10 G tokens:", "(assumed)"):
+    for part in (
+        "2x4090 home",
+        "1xA100 oregon",
+        "tokens/s",
+        "limit: compute",
+        "10 B tokens:",
+        "price: 0.75 an hour; in all ",
+        "in the currency of --price",
+        "(assumed)",
+    ):
         assert part in text
 
 
@@ -77,6 +86,18 @@ def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys
     ):
         assert estimate.main([*QUICK, "--model", "125M", "--peers", peers]) == 0
         assert re.search(rf"sends .* an hour each{end}\n", capsys.readouterr().out)
+
+
+def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    shared, apart = (told(capsys, "--model", "125M", "--peers", f"4x4090 {at}:50/500") for at in ("home", "homes"))
+    assert shared["peers"][0]["leaving_bytes_per_hour"]["mid"] == 0
+    assert any("4 machines share the place home and its link" in note for note in shared["notes"])
+    (kind,), (link,) = apart["peers"], apart["links"]
+    assert kind["leaving_bytes_per_hour"] == kind["sent_bytes_per_hour"] == link["up"]
+    assert 0 < link["up"]["mid"] <= 50e6 / 8 * 3600 * 1.01
+    assert any("those of at most the first 40 minutes; windows may shorten" in note for note in apart["notes"])
+    assert estimate.main([*QUICK, "--model", "125M", "--peers", "4x4090 homes:50/500"]) == 0
+    assert "link of each of homes, 50/500 Mb/s: " in capsys.readouterr().out
 
 
 def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,10 +162,15 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
     ("flags", "line"),
     [
         (["--peers", "4x4091 home"], "did you mean RTX 4090?"),
+        (["--peers", "4090", "--model", "1Q"], "--model expects a size such as 125M or 1B, or a config; got '1Q'"),
+        (["--peers", "4090", "--model", "1,3B"], "got '1,3B'; write 1.3B"),
         (["--peers", "4090", "--model", "smal"], "did you mean small?"),
         (["small", "--model", "default", "--peers", "4090"], "not both"),
         (["--peers", "4090", "--tokens", "many"], "argument --tokens: expected a number such as"),
         (["--peers", "4090", "--price", "cheap"], "--price expects"),
+        (["--peers", "4090", "--price", "0,30"], "got '0,30'; write 0.30"),
+        (["--peers", "4090", "--price", "4090=0,35"], "got '4090=0,35'; write 4090=0.35"),
+        (["--peers", "4090", "--tokens", "1,3B"], "got '1,3B'; write 1.3B"),
         (["--peers", "4090", "--price", "3090=1"], "no peer has a 3090"),
         (["--peers", "4090, A100", "--price", "4090=1"], "--price has no price for A100"),
         (["--peers", "4090", "--set", "gossip.algorithm=allreduce"], "gossip.algorithm pull"),

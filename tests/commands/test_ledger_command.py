@@ -30,7 +30,10 @@ def test_contributions_of_all_journals_are_listed(tmp_path: Path, capsys: pytest
     assert first.split()[:7] == ["cdefgh", "1,000", "100.0%", "1.0", "min", "0.0", "MB"]
     for line_of_one in (second, third):  # nobody has measured these two
         assert line_of_one.split()[-7:] == ["-", "-", "-", "-", "-", "0", line_of_one.split()[-1]]
+    *legend, unsigned = legend
     assert "\n".join(legend) == ledger.LEGEND
+    assert first.split()[-1] == "-"
+    assert unsigned == f"1 peer without {ledger.UNSIGNED}"
 
 
 def test_as_json_there_are_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +85,13 @@ def test_a_journal_without_records_says_when_there_will_be_one(
     write(tmp_path / "ann")
     assert ledger.main([str(tmp_path)]) == 2
     assert "no signed record yet" in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "friends").mkdir()
+    assert ledger.main([str(tmp_path / "friend")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    remedy = "give peers' state folders, or a folder of state folders; did you mean friends?"
+    assert said == f"error: {tmp_path / 'friend'} does not exist; {remedy}"
+    assert ledger.main([str(tmp_path / "friends")]) == 2
+    assert "has no journal.jsonl" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from decentral.commands import local, shared
+from decentral.commands.local_peer import LocalPeer
 from decentral.core import config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import file as journal
@@ -25,6 +26,7 @@ from decentral.view import summary
 from decentral.view.page.child import DashboardProcess
 from decentral.view.page.source_lines import MissedLine, PageEvent
 from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.commands.refusals import refusal as peer_refusal
 from tests.journal_lines import event_of
 from tests.patient_time import LIMIT_S
 
@@ -133,8 +135,39 @@ def test_a_page_whose_port_is_taken_is_refused_before_there_is_a_folder(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--dashboard", at)
-    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert said == f"the page: {at} cannot be used (Address already in use); choose another port"
     assert not (tmp_path / "swarm").exists()
+
+
+def test_a_model_s_folder_is_no_place_for_peers(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    said = f"--state-dir {tmp_path} has a model (config.json); choose another folder for the peers' files"
+    assert refusal(capfd, "--state-dir", str(tmp_path)) == said
+    assert peer_refusal(tmp_path, "small") == said
+    assert [one.name for one in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("flags", [["other.yaml"], ["--set", "model.depth=4"], ["--set", "seed=2"]])
+def test_a_config_that_differs_from_the_folder_s_run_is_refused(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], number: int
+) -> None:
+    """The swarm went on with the old model and did not say so."""
+    monkeypatch.chdir(tmp_path)
+    Path("other.yaml").write_text("model:\n  depth: 4\n")
+    (tmp_path / "friends" / f"peer-{number}").mkdir(parents=True)
+    StateFolder(tmp_path / "friends" / f"peer-{number}").write_run(RunId("gpt-3fa2c1"), config.Config())
+    said = refusal(capfd, *flags, "--peers", "2", "--state-dir", "friends")
+    settled = "whose config cannot change, and differs from these CONFIG and --set; leave CONFIG and --set out"
+    assert said == f"friends/peer-{number} belongs to run gpt-3fa2c1, {settled}"
+
+
+def test_the_line_that_began_a_swarm_may_be_given_again(tmp_path: Path) -> None:
+    for number in (0, 1):
+        (tmp_path / f"peer-{number}").mkdir()
+        StateFolder(tmp_path / f"peer-{number}").write_run(RunId("gpt-3fa2c1"), config.load("small", ["seed=2"]))
+    FounderFile.create(tmp_path / "peer-0", "gpt")
+    local.check_run(local.parse(["small", "--set", "seed=2", "--peers", "2", "--private"]), tmp_path)
 
 
 LARGE = ("model.depth=4", "model.width=128", "model.context=256", "train.micro_batch=16", "train.optimizer=adamw")
@@ -161,7 +194,7 @@ def test_a_peers_trouble_is_shown_once_and_only_if_all_had_joined(
         lines = journal.Journal(folder / "journal.jsonl", lambda: next(times))
         lines.write(event_of("error", reason="layer 2 is lost"))
         lines.write(event_of("unheld", reason="layer 4 is lost"))
-        swarm.members.append(local.LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
+        swarm.members.append(LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
     console = Console(highlight=False)
     for _ in range(2):
         for member in swarm.members:
@@ -192,7 +225,7 @@ def mortal(tmp_path: Path) -> local.LocalSwarm:
         lines.write(event_of("started", peer=f"P{number}"))
         step = {"step": 7, "micro_batches": 1, "tokens": 8, "seconds": 1.0, "aside": {}}
         lines.write(event_of("step", loss=float(number), **step))
-        swarm.members.append(local.LocalPeer(number, folder, ended(code)))
+        swarm.members.append(LocalPeer(number, folder, ended(code)))
     return swarm
 
 
@@ -255,7 +288,7 @@ def test_a_summary_names_the_peers_and_the_next_step(
 
 
 def test_a_peer_that_came_back_has_not_died(mortal: local.LocalSwarm) -> None:
-    mortal.members += [local.LocalPeer(number, mortal.folders()[number], ended("os._exit(0)")) for number in (1, 2)]
+    mortal.members += [LocalPeer(number, mortal.folders()[number], ended("os._exit(0)")) for number in (1, 2)]
     assert mortal.deaths() == {}
 
 

@@ -116,3 +116,16 @@ def test_a_vocabulary_that_is_no_number_of_tokens_is_one_clear_line(
 ) -> None:
     said = refusal(capsys, "--model", "10M", "--set", f"model.vocabulary={wrong}")
     assert said == f"error: --set model.vocabulary: expected a whole number; got {wrong!r}\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "noted"),
+    [("books", [], True), ("here", [], False), ("nobody/texts", ["--tokenizer", "mine"], False)],
+)
+def test_data_that_is_not_here_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], data: str, flags: list[str], noted: bool
+) -> None:
+    Path("here").mkdir()
+    written("--model", "10M", "--data", data, *flags)
+    note = f"note: {data} is not here yet; a peer needs it when it starts\n"
+    assert (note in capsys.readouterr().out) == noted

@@ -9,15 +9,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from decentral.comm.wire.identity import Identity
-from decentral.commands import peer
+from decentral.commands import peer, shared
 from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
 from decentral.peers.startup import start_peer
+from decentral.peers.startup.flags import StartFlags
 from decentral.peers.startup.invitation_files import FounderFile
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from tests.commands.played_swarm import PlayedSwarm
@@ -32,16 +34,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "peer"
 
 
+@pytest.fixture
+def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that fails if it goes on to load torch or libp2p."""
+
+    def too_late(*_: object) -> NoReturn:
+        raise AssertionError("the flags were not checked first")
+
+    monkeypatch.setattr(shared, "loading", too_late)
+
+
 # Flags
 
 
-@pytest.mark.parametrize("factor", ["0", "0.5", "-3", "nan", "1e9"])
+@pytest.mark.parametrize("factor", ["0", "0.5", "-3", "1e9"])
 def test_a_throttle_out_of_bounds(folder: Path, factor: str) -> None:
     assert "--throttle expects a factor of 1 to 10000" in refusal(folder, "--throttle", factor)
 
 
 def test_a_throttle_that_is_no_number(folder: Path) -> None:
-    assert "--throttle" in refusal(folder, "--throttle", "fast")
+    for text in ("fast", "nan"):
+        assert f"--throttle: expected a number such as 1.5; got {text!r}" in refusal(folder, "--throttle", text)
 
 
 @pytest.mark.parametrize("amount", ["soon", "10", "-5s", "0steps", "5 hours"])
@@ -82,7 +95,7 @@ def test_a_page_whose_port_is_taken_is_refused_before_the_folder_is_claimed(fold
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refusal(folder, "--dashboard", at)
-    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert said == f"the page: {at} cannot be used (Address already in use); choose another port"
     assert [one.name for one in folder.iterdir()] == ["run.json"]
 
 
@@ -157,7 +170,7 @@ def test_flags_that_cannot_be_read_are_not_taken_for_none(folder: Path, content:
     assert "flags.json is damaged; remove it, and repeat the flags of this peer" in refusal(folder, "small")
 
 
-@pytest.mark.swarm
+@pytest.mark.usefixtures("nothing_slow")
 @pytest.mark.parametrize("flags", [["small"], ["--set", "seed=2"]])
 def test_a_state_folder_whose_run_is_settled(folder: Path, flags: list[str]) -> None:
     folder.mkdir()
@@ -165,6 +178,26 @@ def test_a_state_folder_whose_run_is_settled(folder: Path, flags: list[str]) -> 
     said = refusal(folder, *flags)
     assert "belongs to run gpt-3fa2c1" in said
     assert "leave CONFIG and --set out" in said
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--private", "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm"], "--private begins a new swarm; leave it out"),
+        (["--invite", "ann.invite", "small"], "--invite is for an existing swarm: give --join ADDR"),
+    ],
+)
+def test_flags_that_contradict_each_other(folder: Path, flags: list[str], said: str) -> None:
+    assert refusal(folder, *flags).startswith(said)
+
+
+def test_the_digests_of_a_run_s_files_are_no_difference(folder: Path) -> None:
+    """The first peer puts them into the config, and a supervisor repeats the line without them."""
+    line = ("data.kind=huggingface", "data.path=rows.jsonl", "data.tokenizer=mine", "model.vocabulary=512")
+    begun = config.load("small", line)
+    sealed = begun.model_copy(update={"data": begun.data.model_copy(update={"tokenizer_digest": "0" * 32})})
+    StartFlags(config="small", overrides=line).require_consistent((RunId("gpt-3fa2c1"), sealed), folder)
 
 
 @pytest.mark.swarm
@@ -197,7 +230,7 @@ def test_a_damaged_run_file(folder: Path) -> None:
 def test_a_run_file_that_holds_something_else(folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / "run.json").write_text(content)
-    assert "run.json" in refusal(folder, "--memory", "1")
+    assert "run.json" in refusal(folder, "--memory", "1KB")
 
 
 # The config
@@ -294,7 +327,7 @@ def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
 # Joining
 
 
-@pytest.mark.swarm
+@pytest.mark.usefixtures("nothing_slow")
 @pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
 def test_a_config_together_with_join(folder: Path, flags: list[str]) -> None:
     said = refusal(folder, "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *flags)
@@ -324,15 +357,17 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
 ) -> None:
     may_end, had_ended = threading.Event(), []
     monkeypatch.setattr(start_peer, "load", lambda _: had_ended.append(may_end.wait(LIMIT_S)))
-    assert "--listen expects an address" in refusal(folder, "small", "--listen", "here")
+    assert "--listen expects an address" in refusal(folder, "small", "--listen", "/ip4/0.0.0.0/4001")
     assert not had_ended
     may_end.set()
 
 
-@pytest.mark.swarm
-def test_a_place_where_it_cannot_listen(folder: Path) -> None:
-    said = refusal(folder, "small", "--listen", "here")
-    assert said == "--listen expects an address such as /ip4/0.0.0.0/tcp/4001; got 'here'"
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize("flag", ["--listen", "--announce"])
+def test_a_place_where_it_cannot_listen(folder: Path, flag: str) -> None:
+    said = refusal(folder, "small", flag, "4001")
+    example = "/ip4/0.0.0.0/tcp/4001"
+    assert said == f"{flag} expects an address such as {example}; got '4001'; did you mean {example}?"
 
 
 # As a process

@@ -112,21 +112,47 @@ def test_peers_are_chosen_by_name_by_folder_or_all(
     running: dict[RunningPeer, PeerStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ann, bob, other, _ = running
-    assert stop.chosen(running, ["ann"]) == [ann]
-    assert stop.chosen(running, [str(tmp_path / "swarm" / "peer-2")]) == [other]
-    assert stop.chosen(running, [str(tmp_path / "swarm")]) == [ann, bob, other]
+    assert stop.chosen(running, ["ann"]) == ([ann], {})
+    assert stop.chosen(running, [str(tmp_path / "swarm" / "peer-2")]) == ([other], {})
+    assert stop.chosen(running, [str(tmp_path / "swarm")]) == ([ann, bob, other], {})
     monkeypatch.chdir(tmp_path)
-    assert stop.chosen(running, ["swarm/peer-1", "ann", "swarm/peer-1"]) == [bob, ann]
-    assert stop.chosen(running, []) == [ann, bob, other]
+    assert stop.chosen(running, ["swarm/peer-1", "ann", "swarm/peer-1"]) == ([bob, ann], {})
+    assert stop.chosen(running, []) == ([ann, bob, other], {})
 
 
 def test_a_name_that_is_not_clear_stops_nobody(running: dict[RunningPeer, PeerStatus], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"2 peers are called bob; name their folders: .*peer-1, .*peer-2"):
+    with pytest.raises(
+        UserError, match=r"2 peers are called bob; name their folders: .*peer-1 .run gpt-3fa2c1., .*peer-2"
+    ):
         stop.chosen(running, ["bob"])
-    with pytest.raises(UserError, match=r"has the name or folder 'anne'; did you mean ann\? \(see decentral ps\)"):
+    with pytest.raises(UserError, match=r"has the name, folder or run 'anne'; did you mean ann\? \(see decentral ps\)"):
         stop.chosen(running, ["anne"])
-    with pytest.raises(UserError, match="has the name or folder 'eve'"):
+    with pytest.raises(UserError, match="has the name, folder or run 'eve'"):
         stop.chosen(running, ["eve"])  # of another user
+
+
+def test_a_run_is_stopped_by_its_id(running: dict[RunningPeer, PeerStatus]) -> None:
+    ann, bob, other, _ = running
+    statuses = {**running, other: replace(running[other], run="other-1b2c3d")}
+    assert stop.chosen(statuses, ["gpt-3fa2c1"]) == ([ann, bob], {})
+    assert stop.chosen({**statuses, bob: replace(running[bob], name="x")}, ["other-1b2c3d"]) == ([other], {})
+    with pytest.raises(UserError, match="bob is the id of a run, and also a name or a folder"):
+        stop.chosen({**statuses, ann: replace(running[ann], run="bob")}, ["bob"])
+
+
+def test_peers_that_have_ended_by_themselves_are_stopped_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        journal(tmp_path / "friends" / f"peer-{number}", (1, "started", STARTED))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stop, "here", lambda: [])
+    assert stop.main(["friends"]) == 0
+    assert stop.main(["friends/peer-1"]) == 0
+    assert capsys.readouterr().out == "3 peers in friends: stopped already\nfriends/peer-1: stopped already\n"
+    assert stop.main(["friend"]) == 2
+    said = "error: no peer of this user here has the name, folder or run 'friend'; did you mean friends? (see"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_an_empty_text_stops_nobody_though_peers_may_have_no_name(
@@ -148,7 +174,7 @@ def test_a_name_that_is_also_a_link_to_other_peers_folders_stops_nobody(
     (tmp_path / "ann").symlink_to(tmp_path / "swarm")
     with pytest.raises(UserError, match=r"ann is a peer.s name and a folder of other peers; .* or \./ann"):
         stop.chosen(running, ["ann"])
-    assert stop.chosen(running, ["./ann"]) == [ann, bob, other]
+    assert stop.chosen(running, ["./ann"]) == ([ann, bob, other], {})
 
 
 @pytest.mark.parametrize("flags", [[], ["ann", "--all"]])

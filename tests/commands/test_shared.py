@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,16 @@ def test_an_unknown_flag_or_command_names_the_nearest(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("status", "ps"), ("list", "ps"), ("train", "local (all peers on this machine) or peer (one)"), ("Join", "peer")],
+)
+def test_a_command_is_found_by_what_people_call_it(capsys: pytest.CaptureFixture[str], typed: str, meant: str) -> None:
+    assert decentral_main.main([typed]) == 2
+    assert capsys.readouterr().err.endswith(f"got {typed!r}; did you mean {meant}?\n")
+    assert not decentral_main.OTHER_NAMES.keys() & COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
     ("command", "flags", "meant"),
     [
         ("peer", ["--memry=8GB"], "--memory"),
@@ -83,6 +94,33 @@ def test_an_unknown_flag_or_command_names_the_nearest(capsys: pytest.CaptureFixt
 )
 def test_a_mistyped_flag_or_value_names_the_nearest(command: str, flags: list[str], meant: str) -> None:
     with pytest.raises(UserError, match=rf"; did you mean {meant}\?"):
+        module_of(command).parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("peer", ["--throttle", "fast"], "argument --throttle: expected a number such as 1.5; got 'fast' (see"),
+        ("peer", ["--throttle", "1,5"], "expected a number such as 1.5; got '1,5'; write 1.5 (see"),
+        (
+            "peer",
+            ["--memory", "8"],
+            "argument --memory: expected a size with a unit, such as 8GB; got '8'; did you mean",
+        ),
+        (
+            "peer",
+            ["--split", "tensr"],
+            "expected one of auto, copies, parts, tensor; got 'tensr'; did you mean tensor?",
+        ),
+        ("local", ["--peers", "four"], "argument --peers: expected a whole number such as 4; got 'four' (see"),
+        ("local", ["--memory", "8"], "--memory: expected a size with a unit, such as 8GB; got '8'; did you mean 8GB?"),
+        ("local", ["--stop-after", "0,5h"], "got '0,5h'; write 0.5h"),
+        ("generate", ["--temperature", "0,7", "x"], "expected a number such as 1.5; got '0,7'; write 0.7 (see"),
+        ("simulate", ["--memory", "1GB,8"], "expected a size with a unit, such as 8GB; got '8'; did you mean 8GB?"),
+    ],
+)
+def test_a_value_of_the_wrong_type_says_what_is_expected(command: str, flags: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
         module_of(command).parse(flags)
 
 

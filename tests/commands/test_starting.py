@@ -13,12 +13,14 @@ import pytest
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.transport import AskError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.reasons import Reason
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import reach_swarm, start_peer
 from decentral.peers.startup.flags import PeerStart, StartFlags
 from decentral.peers.startup.state import PeerFlags, StateFolder
-from decentral.peers.startup.visit import NobodyAnswers
+from decentral.peers.startup.visit import CHECK, NobodyAnswers, say_hello
 
 NOBODY = cast(Libp2p, None)
 
@@ -66,6 +68,29 @@ def test_a_peer_that_has_waited_long_enough_says_who_does_not_answer(monkeypatch
     with pytest.raises(NobodyAnswers, match=r"^--join /ip4/[^ ]*: unreachable$"):
         greeted(wait, monkeypatch)
     assert 100 <= wait.now < 120
+
+
+class OtherPeer:
+    """A transport to an address where a peer with another id answers, or nobody."""
+
+    def __init__(self, detail: str) -> None:
+        self.detail = detail
+
+    async def connect(self, _address: str) -> PeerId:
+        raise AskError(Reason.UNREACHABLE, self.detail)
+
+
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [
+        ("another peer (QmB) answers there", "another peer (QmB) answers there; ask for the current address"),
+        ("i/o timeout", f"unreachable: i/o timeout; {CHECK}"),
+    ],
+)
+def test_a_peer_with_another_id_is_told_from_nobody(detail: str, said: str) -> None:
+    with pytest.raises(NobodyAnswers) as refused:
+        asyncio.run(say_hello(["/ip4/192.0.2.1/tcp/1/p2p/QmA"], cast(Libp2p, OtherPeer(detail)), RunId("")))
+    assert str(refused.value) == f"--join /ip4/192.0.2.1/tcp/1/p2p/QmA: {said}"
 
 
 PORT = 4001

@@ -395,3 +395,9 @@ def test_what_a_family_or_data_have_not_is_refused(overrides: list[str], said: s
 def test_heads_may_have_more_channels_together_than_the_model_is_wide() -> None:
     model = load(None, ["model.width=96", "model.heads=5", "model.head_channels=32"]).model
     assert (model.d_queries, model.d_keys) == (160, 160)
+
+
+@pytest.mark.parametrize(("override", "meant"), [("gossip.window_s=0,5", "0.5"), ("model.depth=1,000", "1000")])
+def test_a_comma_in_a_number_of_the_config_is_explained(override: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"must be an? \w+.*; it is '.*'; write {meant}$"):
+        config.load(None, [override])

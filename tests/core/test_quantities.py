@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from decentral.core.quantities import count, duration_s, rate_bytes, size_bytes
+from decentral.core.quantities import comma_hint, count, duration_s, memory_bytes, rate_bytes, size_bytes
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,32 @@ def test_megabytes_are_no_rate_since_links_are_sold_in_megabits() -> None:
 def test_the_longest_argument_is_refused_at_once(read: Callable[[str], float]) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read("1" * 131_000 + "!")  # the time of a search that goes back would grow with the square of the length
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("0,30", "; write 0.30"),
+        ("1,3B", "; write 1.3B"),
+        ("0,300", "; write 0.300"),
+        ("1,000", "; write 1000"),
+        ("12,000,000B", "; write 12000000B"),
+        ("4090=0,35,A100=1,2", "; write 4090=0.35,A100=1.2"),
+        ("many", ""),
+        ("a,b", ""),
+    ],
+)
+def test_a_comma_in_a_number_is_explained(text: str, hint: str) -> None:
+    assert comma_hint(text) == hint
+
+
+@pytest.mark.parametrize("read", [duration_s, size_bytes, count, rate_bytes])
+def test_each_reader_explains_a_decimal_comma(read: Callable[[str], float]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"; write 0\.5$"):
+        read("0,5")
+
+
+def test_memory_without_a_unit_is_not_taken_for_a_few_bytes() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"such as 8GB; got '8'; did you mean 8GB\?"):
+        memory_bytes("8")
+    assert (memory_bytes("1000B"), memory_bytes("8e9"), memory_bytes("8GB")) == (1000, 8_000_000_000, 8_000_000_000)

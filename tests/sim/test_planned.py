@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decentral.core import config, strict_json
+from decentral.core import config, layer_work, strict_json
 from decentral.core.errors import UserError
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
@@ -104,6 +104,17 @@ def test_a_played_peer_has_the_memory_of_the_topology_and_counts_bytes_as_the_pl
     ends = (0, cut), (cut, len(needs.fragments))
     assert min(needs.capacity(*span, math.ceil(least)) for span in ends) == 2
     assert max(needs.span_bytes(*span) for span in ends) == pytest.approx(least, abs=10)
+
+
+def test_fragments_take_the_planned_time_and_have_the_size_of_their_snapshots() -> None:
+    """An embedding takes no time; when its size was so small, windows became as long as they may be."""
+    topology, costs = swarm(), layer_costs.of_model(swarm(), RUN)
+    scenario = planned.scenario_of(plan(topology, {"a": [0, LAYERS]}, 64.0), topology, RUN, 90.0, 0, noise=0.0)
+    cuts = scenario.settings.fragments
+    assert {cut.parameters for cut in cuts} == {sum(RUN.model.layer_parameters) // len(cuts)}
+    seconds_L = costs.seconds_NL[0] / costs.seconds_NL[0].sum()
+    for cut in cuts:
+        assert layer_work.share(cuts, cut.first, cut.last) == pytest.approx(seconds_L[cut.first : cut.last].sum())
 
 
 def test_a_thin_uplink_that_a_site_shares_is_named_as_the_busiest_link() -> None:

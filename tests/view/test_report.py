@@ -213,7 +213,7 @@ def test_many_peers_share_a_colour_and_the_rows_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["{}/none"], "has no journal.jsonl"), (["{}", "-o", "{}/no/where.html"], "choose a place that can be written")],
+    [(["{}/none"], "does not exist"), (["{}", "-o", "{}/no/where.html"], "choose a place that can be written")],
 )
 def test_what_is_wrong_is_one_line(
     journals: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str

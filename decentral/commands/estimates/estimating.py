@@ -8,9 +8,10 @@ from decentral.commands.estimates.cards import card
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
 from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
 from decentral.commands.estimates.places import MBIT, PeerGroup
+from decentral.commands.estimates.playing import PLAYED_S
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
-from decentral.core.units import readable_number
+from decentral.core.units import readable_bytes, readable_number
 from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, UTILISATION
 from decentral.scheduler.topology.topology import Topology
 
@@ -61,7 +62,7 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
         for group in groups
     }  # fmt: skip
     kinds = [
-        _kind(run, group, machine, found, peers, by_place[group.place])
+        _kind(run, group, machine, found, peers, [] if group.place.is_apart else by_place[group.place])
         for group, machine, peers in zip(groups, machines, members, strict=True)
     ]
     return {
@@ -69,9 +70,11 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
         "parameters": sum(run.model.layer_parameters),
         "peers": kinds,
         "tokens_per_s": found.tokens_per_s.to_json(),
-        "links": [_link(place, peers, found) for place, peers in by_place.items() if len(by_place) > 1],
+        "links": [
+            _link(place, peers, found) for place, peers in by_place.items() if len(by_place) > 1 or place.is_apart
+        ],
         "limit": found.limit,
-        "notes": _notes(run, groups),
+        "notes": _notes(run, groups, found),
     }
 
 
@@ -94,7 +97,7 @@ def _kind(
     """Return what is estimated for one peer of a group, as JSON: speed, memory, layers, traffic and window length.
 
     The traffic is the mean over the group's peers; `peers` are their indices in the forecast, and `neighbours` those of
-    all peers of their place. Bytes to other places are `leaving`.
+    all peers of the same home or centre. Bytes to other places are `leaving`.
     """
     everyone = range(len(found.spans))
     sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
@@ -138,21 +141,30 @@ def _others(found: Forecast, peers: Collection[int]) -> list[int]:
 
 
 def _link(place: places.SharedPlace, peers: Sequence[int], found: Forecast) -> JsonObject:
-    """Return the bytes per hour that the peers of a place send to other places, and receive from them."""
-    others = _others(found, peers)
+    """Return the bytes per hour that the peers of a place send to other places, and receive from them.
+
+    If each peer has a home of its own, the result is the mean of one home.
+    """
+    others, homes = (range(len(found.spans)), len(peers)) if place.is_apart else (_others(found, peers), 1)
     rates = f"{place.up / MBIT:,.0f}/{place.down / MBIT:,.0f} Mb/s"
     return {
         "place": place.name,
         "is": f"{rates} (assumed)" if place.assumed else rates,
-        "up": found.pairs.between(peers, others).times(HOUR_S).to_json(),
-        "down": found.pairs.between(others, peers).times(HOUR_S).to_json(),
+        "homes": homes,
+        "up": found.pairs.between(peers, others).times(HOUR_S / homes).to_json(),
+        "down": found.pairs.between(others, peers).times(HOUR_S / homes).to_json(),
     }
 
 
-def _notes(run: Config, groups: Sequence[PeerGroup]) -> list[str]:
-    """Return notes for people about the estimates: what a newcomer downloads, and how the speed of cards is assumed."""
-    weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
-    return [f"a newcomer downloads {weights}B of weights from several peers", *notes_on_cards(groups)]
+def _notes(run: Config, groups: Sequence[PeerGroup], found: Forecast) -> list[str]:
+    """Return notes for people: which time is counted, what a newcomer downloads, who shares a link, and on cards."""
+    weights = readable_bytes(FETCHED_BYTES * sum(run.model.layer_parameters))
+    downloads = f"a newcomer downloads {weights} of weights from several peers"
+    early = (
+        f"gossip and bytes are those of at most the first {PLAYED_S / 60:.0f} minutes; windows may shorten for hours"
+    )
+    settling = [early] if any(bound == "link" for _, bound in found.windows) else []
+    return [downloads, *settling, *places.notes_on_places(groups), *notes_on_cards(groups)]
 
 
 def notes_on_cards(groups: Sequence[PeerGroup]) -> list[str]:

@@ -3,11 +3,13 @@
     [COUNTx]DEVICE [PLACE[:UP/DOWN]], ...        UP and DOWN in Mb/s
 
 Start at `groups_of` and `topology_of`. Peers of one place share its link to other places, as `sites` of a topology do,
-and reach each other over a local network.
+and reach each other over a local network. If the place is `homes`, or its name begins with `homes-`, each peer has a
+home and a link of its own.
 """
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +27,7 @@ CENTRE_MBPS = (1000.0, 1000.0)  # uplink and downlink that are assumed for any o
 LAN = {"delay_ms": 0.5, "bandwidth_gbps": 1.0}  # the assumed link between two peers of one place
 ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # link between two places; only uplinks and downlinks limit it
 NO_PLACE = "here"  # name of the place of all groups for which the user names no place
+HOMES = "homes"  # name of places, or its first part, where each peer has a home of its own
 MOST_ESTIMATED = topologies.MOST_TOPOLOGY_PEERS
 MBIT = 1e6 / 8
 # Words that end the name of a device; another last word of a group is the name of its place.
@@ -33,12 +36,25 @@ LAST_OF_DEVICE = re.compile(r"ti|super|ada|pcie|sxm\d?|hbm\d?e?|\d*gi?b|[a-z]?\d
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """A place of peers, and the rates in bytes/s of the link to other places that these peers share."""
+    """A place of peers, and the rates in bytes/s of the link to other places that these peers share.
+
+    If `is_apart`, each peer is in a home of its own, and has such a link alone.
+    """
 
     name: str
     up: float
     down: float
     assumed: bool  # whether the user gave no rates
+
+    @property
+    def rates(self) -> str:
+        """Uplink and downlink in Mb/s, as a user writes them."""
+        return f"{self.up / MBIT:.15g}/{self.down / MBIT:.15g}"
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each peer of this place has a home of its own."""
+        return re.match(rf"{HOMES}(-|$)", self.name, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +98,18 @@ def groups_of(text: str) -> list[PeerGroup]:
 
 
 def _group(text: str) -> PeerGroup:
-    found = re.fullmatch(r"(?:(\d{1,6})\s*[xX]\s*)?(\S.*)", text)
+    found = re.fullmatch(r"(?:(\d{1,6})\s*[xX*\u00d7]\s*)?([^;]*[^;\s])", text)
     words = found[2].split() if found else []
     if found is None or not words:
-        raise UserError(f"--peers expects parts such as 4x4090 home:50/500 or 8xA100 oregon; got {text!r}")
+        form = "parts such as 4x4090 home:50/500 or 8xA100 oregon, with commas between them"
+        raise UserError(f"--peers expects {form}; got {text!r}")
     count = int(found[1] or 1)
     if not count:
         raise UserError(f"--peers: expected at least 1 peer in {text!r}")
     last = words[-1]
+    if re.fullmatch(r"[\d.]+/[\d.]+", last):
+        place = words[-2] if len(words) > 2 else "home"
+        raise UserError(f"--peers: a link stands behind its place, such as {place}:{last}; got {text!r}")
     named = len(words) > 1 and not LAST_OF_DEVICE.fullmatch(last)
     return PeerGroup(count, " ".join(words[:-1] if named else words), _place(last if named else NO_PLACE))
 
@@ -101,9 +121,12 @@ def _place(text: str) -> SharedPlace:
         return SharedPlace(plain_text(name), up_mbps * MBIT, down_mbps * MBIT, assumed=True)
     up, slash, down = rates.partition("/")
     try:
-        return SharedPlace(
-            plain_text(name), quantities.rate_bytes(up), quantities.rate_bytes(down if slash else up), False
-        )
+        up_rate = quantities.rate_bytes(up)
+        if not slash:
+            raise UserError(
+                f"--peers: {text} lacks the downlink; write {name}:UP/DOWN in Mb/s, such as {name}:{up}/500"
+            )
+        return SharedPlace(plain_text(name), up_rate, quantities.rate_bytes(down), False)
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--peers: {text}: {error}") from None
 
@@ -117,16 +140,34 @@ def topology_of(groups: Sequence[PeerGroup], memory_gb: Sequence[float], tflops:
         tflops: Training speed of a peer of each group, TFLOP/s.
     """
     peers, sites = list[JsonObject](), dict[str, JsonObject]()
-    crowd = {group.place.name: 0 for group in groups}
+    crowd, homes = Counter[str](), Counter[str]()
     for group, memory, speed in zip(groups, memory_gb, tflops, strict=True):
         place = group.place
-        sites[place.name] = {"up_gbps": place.up / GBIT, "down_gbps": place.down / GBIT}
         for _ in range(group.count):
-            crowd[place.name] += 1
-            named = {"id": f"{place.name}-{crowd[place.name]}", "region": place.name, "device": group.device}
+            homes[place.name] += place.is_apart
+            region = f"{place.name}-{homes[place.name]}" if place.is_apart else place.name
+            sites[region] = {"up_gbps": place.up / GBIT, "down_gbps": place.down / GBIT}
+            crowd[region] += 1
+            named = {"id": f"{region}-{crowd[region]}", "region": region, "device": group.device}
             peers.append(named | {"memory_gb": memory, "tflops": speed})
     for peer in peers:
         alone = crowd[peer["region"]] == 1
         peer |= sites[peer["region"]] if alone else dict.fromkeys(("up_gbps", "down_gbps"), LAN["bandwidth_gbps"])
     shared = {name: rates for name, rates in sites.items() if crowd[name] > 1 and len(crowd) > 1}
     return topologies.parse({"peers": peers, "inside": LAN, "across": ACROSS, "sites": shared})
+
+
+def notes_on_places(groups: Sequence[PeerGroup]) -> list[str]:
+    """Return a note for people on each place whose several peers share a link that is slower than a data centre's."""
+    counts: Counter[SharedPlace] = Counter()
+    devices: dict[SharedPlace, PeerGroup] = {}
+    for group in groups:
+        counts[group.place] += group.count
+        devices.setdefault(group.place, group)
+    notes = []
+    for place, count in counts.items():
+        if count > 1 and not place.is_apart and place.up < CENTRE_MBPS[0] * MBIT:
+            link = "" if place.assumed else f":{place.rates}"
+            separate = f"{devices[place].count}x{devices[place].device} {HOMES}{link}"
+            notes.append(f"{count} machines share the place {place.name} and its link; in separate homes: {separate}")
+    return notes

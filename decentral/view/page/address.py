@@ -45,7 +45,8 @@ class PageAddress:
             return self._listening(self.port)
         except OSError as error:
             if self.strict:
-                text = f"the page: {self.host}:{self.port} cannot be used ({error.strerror}); choose another port"
+                reason = str(error.strerror).partition(" (while")[0]  # create_server adds the address once more
+                text = f"the page: {self.host}:{self.port} cannot be used ({reason}); choose another port"
                 raise UserError(text) from None
         return self._listening(0)
 

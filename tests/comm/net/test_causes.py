@@ -13,7 +13,12 @@ from decentral.comm.net.causes import failed_at, last_line
             "connection refused",
         ),
         ("  * [/ip4/10.0.0.1/tcp/1] dial tcp4 0.0.0.0:4001->10.0.0.1:1: i/o timeout", "i/o timeout"),
-        ("failed to negotiate security protocol: peer id mismatch: expected a, but remote key matches b", None),
+        (
+            "* [/ip4/10.0.0.1/tcp/1] failed to negotiate security protocol: "
+            "peer id mismatch: expected QmA, but remote key matches QmB",
+            "another peer (QmB) answers there",
+        ),
+        ("failed to negotiate security protocol: EOF", None),
     ],
 )
 def test_the_cause_of_a_failed_dial(said: str, cause: str | None) -> None:

@@ -162,3 +162,21 @@ def test_the_daemon_of_a_peer_that_was_killed_is_waited_for(monkeypatch: pytest.
 def test_an_announced_address_that_others_cannot_dial_is_named(tmp_path: Path, announced: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         asyncio.run(Libp2p.start(tmp_path / "identity.key", [f"{HERE}/0"], [announced]))
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("4001", "; did you mean /ip4/0.0.0.0/tcp/4001?"),
+        ("10.0.0.7:4001", "; did you mean /ip4/10.0.0.7/tcp/4001?"),
+        ("here", ""),
+        ("/ip4/300.0.0.1/tcp/4001", ""),
+        ("", ""),
+    ],
+)
+def test_a_text_that_is_no_multiaddr_is_refused_without_libp2p(text: str, meant: str) -> None:
+    with pytest.raises(UserError) as refused:
+        ports.require_multiaddr(text, "--listen")
+    assert str(refused.value) == f"--listen expects an address such as /ip4/0.0.0.0/tcp/4001; got {text!r}{meant}"
+    for address in ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/0", "/dns4/lab.example/udp/4001/quic"):
+        ports.require_multiaddr(address, "--listen")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from decentral.commands.estimates.cards import card, cards
-from decentral.commands.estimates.places import MBIT, groups_of, topology_of
+from decentral.commands.estimates.places import MBIT, groups_of, notes_on_places, topology_of
 from decentral.core.errors import UserError
 
 
@@ -31,6 +31,27 @@ def test_a_group_has_a_count_a_device_and_a_place_with_its_link() -> None:
 def test_a_device_may_have_several_words_and_the_place_may_be_missing(text: str, device: str, place: str) -> None:
     (group,) = groups_of(text)
     assert (group.device, group.place.name) == (device, place)
+
+
+@pytest.mark.parametrize("text", ["4x4090 home", "4*4090 home", "4 X 4090 home", "4\u00d74090 home"])
+def test_a_count_stands_before_the_device(text: str) -> None:
+    (group,) = groups_of(text)
+    assert (group.count, group.device, group.place.name) == (4, "4090", "home")
+
+
+def test_each_peer_in_homes_has_a_link_of_its_own() -> None:
+    topology = topology_of(groups_of("2x4090 homes:50/500, 3090 homes, A100 home"), [24.0, 24.0, 40.0], [1.0] * 3)
+    assert not topology.sites
+    assert topology.ids == ("homes-1-1", "homes-2-1", "homes-3-1", "home-1")
+    assert topology.up.tolist() == [50 * MBIT] * 3 + [20 * MBIT]
+    assert np.allclose(topology.delay_s[0], [0, 30e-3, 30e-3, 30e-3])
+
+
+def test_machines_that_share_a_home_are_pointed_out() -> None:
+    shared = groups_of("3x4090 home:50/500, 3090 home, 8xA100 oregon, 2x4090 homes")
+    said = "4 machines share the place home and its link; in separate homes: 3x4090 homes:50/500"
+    assert notes_on_places(shared) == [said]
+    assert notes_on_places(groups_of("4090 home, 4x4090 homes")) == []
 
 
 def test_a_home_has_a_home_s_link_and_any_other_place_that_of_a_data_centre() -> None:
@@ -62,6 +83,10 @@ def test_peers_of_one_place_share_its_link_and_a_peer_alone_has_it() -> None:
         ("0x4090", "at least 1 peer"),
         ("9999x4090", "at most 4096 peers"),
         ("4090 home:fast", "expected a rate in Mb/s"),
+        ("4090 home:50", r"home:50 lacks the downlink; write home:UP/DOWN in Mb/s, such as home:50/500"),
+        ("4x4090;home", r"expects parts such as .*, with commas between them; got '4x4090;home'"),
+        ("4xRTX4090 home 50/500", "a link stands behind its place, such as home:50/500; got"),
+        ("4x4090 50/500", "a link stands behind its place, such as home:50/500; got"),
         ("4x4091 home", r"unknown device .4091.*did you mean RTX 4090"),
     ],
 )

@@ -1,0 +1,79 @@
+"""One peer process of `decentral.local`, and what its journal and its output say (`LocalPeer`)."""
+
+import os
+import signal
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from decentral.core.journal.events import ErrorLine, JournalEvent, StepLine, UnheldLine
+from decentral.core.journal.file import Tail, read
+from decentral.core.journal.lines import recorded
+from decentral.core.units import Amount, Seconds
+from decentral.view import summary
+
+LAST_OUTPUT_BYTES = 8192
+
+EventT = TypeVar("EventT", bound=JournalEvent)
+
+
+@dataclass(slots=True)
+class LocalPeer:
+    """One peer process, with the steps and errors that have been read from its journal so far."""
+
+    number: int
+    folder: Path
+    process: "subprocess.Popen[bytes]"
+    steps: list[tuple[Seconds, StepLine]] = field(default_factory=list)  # (Unix time, content) of `step` lines
+    troubles: dict[str, Seconds] = field(default_factory=dict)  # error -> Unix time of its latest occurrence
+    _tail: Tail = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the reader of the journal's new lines."""
+        self._tail = Tail(self.folder / "journal.jsonl")
+
+    def death(self) -> str:
+        """Return the signal or exit code of a process that died, as text; "" if it runs or left in an orderly way."""
+        status = self.process.poll() or 0
+        if status == -signal.SIGINT:  # no death: Ctrl-C ended the process before it had set its handler
+            return ""
+        return f"killed by signal {-status}" if status < 0 else f"exit code {status}" if status else ""
+
+    def happened(self, kind: type[EventT], since: Seconds) -> EventT | None:
+        """Return the journal's first event of class `kind` at Unix time `since` or later; None if there is none."""
+        lines = recorded(read(self.folder / "journal.jsonl"))
+        return next((line.event for line in lines if isinstance(line.event, kind) and line.t >= since), None)
+
+    def follow(self) -> None:
+        """Read the journal's new lines into `steps` and `troubles`."""
+        for line in recorded(self._tail.new()):
+            match line.event:
+                case StepLine():
+                    self.steps.append((line.t, line.event))
+                case ErrorLine(reason=reason) | UnheldLine(reason=reason):
+                    self.troubles[reason] = line.t
+
+    def has_done(self, goal: Amount, since: float) -> bool:
+        """Return whether the peer reached `goal` after `since` (Unix time); False if the goal is in seconds."""
+        if goal.kind == "s":
+            return False
+        self.follow()
+        steps = [line for t, line in self.steps if t >= since]
+        if goal.kind == "steps":
+            return bool(steps) and steps[-1].step - steps[0].step >= goal.value
+        return sum(line.tokens for line in steps) >= goal.value
+
+    def progress(self, since: float) -> str:
+        """Return loss and number of the latest step after `since` (Unix time), or "-"; a dead peer has loss "dead"."""
+        self.follow()
+        last = self.steps[-1][1] if self.steps and self.steps[-1][0] >= since else None
+        loss = "dead" if self.death() else summary.readable(last.loss) if last else "-"
+        return f"{loss} at step {last.step}" if last else loss
+
+    def last_output(self) -> str:
+        """Return the last line that the process has printed, without `error: `."""
+        with (self.folder / "output.txt").open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
+            lines = output.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
