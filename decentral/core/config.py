@@ -52,7 +52,8 @@ OWN_KEYS = {  # section -> keys that name a peer's own files and upload destinat
     "data": ("path", "glob", "column", "part", "tokenizer"),
     "train": ("upload",),
 }
-LATER_KEYS = (("model", "block"), ("model", "bottleneck"))  # keys that old releases lack; `canonical` omits defaults
+# Paths of keys that old releases lack, such as ("model", "block", "query_norm"); `canonical` omits their defaults.
+LATER_KEYS: tuple[tuple[str, ...], ...] = (("model", "block"), ("model", "bottleneck"))
 # Section -> keys of earlier releases. A config may still contain such a key, but only with the value given here.
 RETIRED_KEYS: dict[str, dict[str, float | str]] = {
     "data": {"token_bytes": 2},  # a file shows its width
@@ -327,10 +328,13 @@ class Config(Strict):
             tree["model"]["lora"]["alpha"] = self.model.lora.alpha
         for section, retired in RETIRED_KEYS.items():
             tree[section] |= retired
-        for section, key in LATER_KEYS:
-            field = type(getattr(self, section)).model_fields[key]
-            if getattr(getattr(self, section), key) == field.get_default(call_default_factory=True):
-                del tree[section][key]
+        for *path, key in LATER_KEYS:
+            holder: Strict = self
+            part = tree
+            for name in path:
+                holder, part = getattr(holder, name), part.get(name) or {}
+            if key in part and part[key] == type(holder)().model_dump(mode="json")[key]:
+                del part[key]
         for section, keys in OWN_KEYS.items():
             for key in keys:
                 del tree[section][key]

@@ -165,6 +165,18 @@ def test_keys_that_are_retired_stay_in_the_digest() -> None:
     )
 
 
+def test_a_later_key_of_a_section_within_a_section_leaves_digests_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    biased = load(None, ["model.block.attention_bias=true"])
+    assert biased.digest() == "dc5b340d2bf318c58653b0e281c8e572", "of a release with all options that there are now"
+    monkeypatch.setattr(config, "LATER_KEYS", (*config.LATER_KEYS, ("model", "block", "logits_scaling")))
+    shown = json.loads(biased.canonical())["model"]["block"]
+    assert shown["attention_bias"]
+    assert "logits_scaling" not in shown
+    scaled = load(None, ["model.family=granite", "model.block.logits_scaling=2"])
+    assert json.loads(scaled.canonical())["model"]["block"]["logits_scaling"] == 2
+    assert load(None).digest() == "b1e9990102601d567e7c4ac259ee5058"
+
+
 RETIRED = [(section, key, value) for section, keys in config.RETIRED_KEYS.items() for key, value in keys.items()]
 
 
