@@ -37,7 +37,7 @@ PATIENT_STEPS = 2  # later stages let forward passes begin until the gradients w
 # Later stages hold forward passes back only once they have this many gradients for each hop of a route. A pause lasts
 # about as long as a route, during which a busy stage computes one micro-batch for each hop: pauses then cost a fifth.
 PATIENT_TIMES = 4
-MOST_PATIENT = 32  # a later stage waits for at most this many gradients because of PATIENT_TIMES
+MOST_AWAITED = 32  # a later stage waits for at most this many gradients because of PATIENT_TIMES
 # The training thread has at most this many jobs, so that it can begin the next job as soon as it has finished one.
 JOBS_AT_ONCE = 2
 
@@ -149,7 +149,7 @@ class ExecutionTable:
             return False
         if stage.first == 0:
             return self.ledger.waiting()
-        return self.ledger.waiting(PATIENT_STEPS, min(MOST_PATIENT, PATIENT_TIMES * self.load.hops_left(0)))
+        return self.ledger.waiting(PATIENT_STEPS, min(MOST_AWAITED, PATIENT_TIMES * self.load.hops_left(0)))
 
     def dispatch(self) -> list[Forward | Backward]:
         """Return the jobs that the training thread gets now.
