@@ -34,6 +34,10 @@ from decentral.core.units import Seconds
 
 COUNTED_KEPT = 4096  # we remember this many committed executions of other peers, to refuse late requests for them
 PATIENT_STEPS = 2  # later stages let forward passes begin until the gradients would do for this many steps
+# Later stages hold forward passes back only once they have this many gradients for each hop of a route. A pause lasts
+# about as long as a route, during which a busy stage computes one micro-batch for each hop: pauses then cost a fifth.
+PATIENT_TIMES = 4
+MOST_AWAITED = 32  # a later stage waits for at most this many gradients because of PATIENT_TIMES
 # The training thread has at most this many jobs, so that it can begin the next job as soon as it has finished one.
 JOBS_AT_ONCE = 2
 
@@ -137,10 +141,15 @@ class ExecutionTable:
         may change the weights, so no pass waits.
 
         Later stages usually step in the first stage's pause. They hold new forward passes back only when they have the
-        gradients of PATIENT_STEPS steps, less one micro-batch; else the route would stop once for each stage.
+        gradients of PATIENT_STEPS steps, less one micro-batch, and PATIENT_TIMES gradients for each hop; else the route
+        would stop once for each stage, and once for each origin peer whose micro-batches come at other times.
         """
         stage = self.load.stage
-        return not stage.overlap and self.ledger.waiting(PATIENT_STEPS if stage.first > 0 else 1)
+        if stage.overlap:
+            return False
+        if stage.first == 0:
+            return self.ledger.waiting()
+        return self.ledger.waiting(PATIENT_STEPS, min(MOST_AWAITED, PATIENT_TIMES * self.load.hops_left(0)))
 
     def dispatch(self) -> list[Forward | Backward]:
         """Return the jobs that the training thread gets now.

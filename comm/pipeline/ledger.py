@@ -67,10 +67,11 @@ class Ledger(Protocol):
     quiet: bool  # True: a step may change the weights now, as no execution needs the old ones (ExecutionTable.quiet)
     sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
-    def waiting(self, steps: int = 1) -> bool:
-        """Return whether there are enough gradients for `steps` steps; from two steps on, one fewer is enough.
+    def waiting(self, steps: int = 1, least: int = 0) -> bool:
+        """Return whether there are enough gradients for `steps` steps, and at least `least`.
 
-        Always False in a synchronous round, during which no step is taken.
+        From two steps on, one gradient fewer is enough for them. Always False in a synchronous round, during which no
+        step is taken.
         """
         return False
 
@@ -192,9 +193,10 @@ class GradientLedger:
         self.quiet = quiet
         return self._advance()
 
-    def waiting(self, steps: int = 1) -> bool:
-        """Return whether there are enough gradients for `steps` steps; from two steps on, one fewer is enough."""
-        return len(self.entries) - len(self._leaving()) >= steps * self.micro_batches_per_step - (steps > 1)
+    def waiting(self, steps: int = 1, least: int = 0) -> bool:
+        """Return whether there are enough gradients for `steps` steps, one fewer from two steps on, and `least`."""
+        enough = max(least, steps * self.micro_batches_per_step - (steps > 1))
+        return len(self.entries) - len(self._leaving()) >= enough
 
     def _leaving(self) -> list[Undo]:
         """Return the jobs that must take aborted executions' gradients out of the open sum before the next step."""

@@ -52,7 +52,8 @@ class MicroBatchWindow:
     Source: TCP Vegas (Brakmo & Peterson 1994). If a micro-batch takes `seconds` on its route, and `base` without
     waiting, then size * (1 - base / seconds) micro-batches wait in queues. The window keeps this number, per device of
     the route, between the two values of `waiting`, so that the slowest device stays busy. Each route has its own base,
-    since a route through a slow device takes long even without queues.
+    since a route through a slow device takes long even without queues. The size is at least the route's number of
+    devices (1F1B), since a micro-batch that waits for another origin peer's step does not show that a queue is long.
     """
 
     waiting: tuple[float, float] = FULL
@@ -90,8 +91,8 @@ class MicroBatchWindow:
         if self.size * self._waiting < least:
             self.size += 1
         elif self.size * self._waiting > most:
-            self.size = max(2, self.size - 1)
-        self.size = min(self.size, max_size)
+            self.size -= 1
+        self.size = min(max(2, len(route) + 1, self.size), max_size)
 
     def budget_s(self, guess_s: Seconds = 0.0) -> Seconds:
         """Return the seconds after which a micro-batch is given up; see the function `budget_s`."""

@@ -147,6 +147,7 @@ class FragmentCosts(LayerCosts):
     tokens_per_s: float
     tight: bool = False  # whether a search may use memory down to the least number of micro-batches in flight
     micro_batch_tokens: int = 0  # 0: do not count micro-batches in flight
+    accumulate: int = 0  # with exact gradients: micro-batches in a step, at least; 0: steps wait for none
 
     def reached(self, spans_N2: Ints, flow: "MaxFlow") -> float:
         """Return the tokens/s of a flow that memory for micro-batches in flight allows, with links of usual delays."""
@@ -157,7 +158,10 @@ class FragmentCosts(LayerCosts):
         paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
         delay_NN = np.full((self.peers, self.peers), USUAL_DELAY_S)
         pipeline = planned_in_flight.Pipeline(self, delay_NN, self.micro_batch_tokens, 1)
-        return float(pipeline.carried(paths, [(int(a), int(b)) for a, b in spans_N2]).sum())
+        spans = [(int(a), int(b)) for a, b in spans_N2]
+        if self.accumulate:
+            return float(planned_in_flight.in_rounds(pipeline, paths, spans, self.accumulate).sum())
+        return float(pipeline.carried(paths, spans).sum())
 
     def compute_bound(self) -> float:
         """Return the sum of all peers' speeds in tokens/s, including peers that may not begin micro-batches."""
@@ -242,6 +246,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         needs=needs,
         tokens_per_s=float(speeds.sum()),
         micro_batch_tokens=task.links.micro_batch_tokens,
+        accumulate=task.links.accumulate,
     )
 
 

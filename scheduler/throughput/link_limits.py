@@ -32,16 +32,16 @@ class TokenLinks:
 
     hidden_bytes: float  # bytes of one token between two layers, as routes send it (`crossing_bytes`)
     link_share: float  # share of each link that gossip may use
-    # With `routes.overlap`: tokens of a micro-batch. 0: plans do not count micro-batches in flight, as few ever are.
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: int = 0  # tokens of a micro-batch; 0: plans do not count micro-batches in flight
+    accumulate: int = 0  # a step waits for this many micro-batches at least; 0: for none (`routes.overlap`)
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return a run's figures."""
         sequences = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
         crossing = crossing_bytes(config, WIRE_BYTES[config.routes.wire])
-        in_flight = sequences * config.model.context if config.routes.overlap else 0
-        return cls(crossing, config.gossip.share_beside_tokens, in_flight)
+        awaited = 0 if config.routes.overlap else config.train.accumulate
+        return cls(crossing, config.gossip.share_beside_tokens, sequences * config.model.context, awaited)
 
     def crossings_per_s(self, cuts: tuple[Fragment, ...], span: tuple[int, int], rate: float) -> float:
         """Return how many tokens/s may enter or leave a peer beside its gossip; a token that does both counts twice.

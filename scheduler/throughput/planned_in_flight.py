@@ -13,7 +13,7 @@ By Little's law, the tokens/s x_r on the routes of a flow are limited by the mic
     maximise sum_r x_r   with   x_r <= flow_r   and   sum_rh x_r / tokens * kept_rh <= capacity_j   for every peer j
 
 With exact gradients, each peer of a route stops for its step until its micro-batches are back and committed, and the
-peers stop at different times: `with_steps`.
+peers stop at different times: `with_steps`, in plans for a topology. Running peers rank layouts by `in_rounds`.
 """
 
 import itertools
@@ -186,6 +186,54 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
         cycle_s = max(pauses_s + (many - 1) * pipeline.tokens / most, many * pipeline.tokens / most)
         rates[own] *= many * pipeline.tokens / cycle_s / most
     return rates
+
+
+def in_rounds(
+    pipeline: Pipeline, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]], accumulate: int
+) -> Floats:
+    """Return the tokens/s on each route if origin peers train in rounds: exact gradients, as running peers evaluate.
+
+    An origin peer begins M micro-batches, waits until the last of them is back, and takes its step. F of them are in
+    flight at a time: as many as memory allows that each peer j of its routes r has for micro-batches:
+
+        M = max(accumulate, F);   F = min(accumulate + mean number of hops, 1 / max_j sum_r part_r / capacity_rj)
+        tokens/s = M * tokens / (M / F * E[longest] + (F - 1) * tokens / flow),  at most the flow
+
+    where part_r is the share of the origin peer's micro-batches that take route r, flow is what its routes carry
+    together, and E[longest] is the expected longest time, without queues, of F random micro-batches.
+
+    Args:
+        pipeline: The costs of a micro-batch.
+        paths: The routes of a flow.
+        spans_N2: Each peer's layers.
+        accumulate: The smallest number of micro-batches in a step.
+    """
+    rates = np.array([rate for rate, _ in paths])
+    by_origin: dict[int, list[int]] = defaultdict(list)
+    for route, (rate, hops) in enumerate(paths):
+        if len(hops) > 1 and rate > 0:
+            by_origin[hops[0][0]].append(route)
+    for own in by_origin.values():
+        flow = float(rates[own].sum())
+        parts, routes = rates[own] / flow, [paths[route][1] for route in own]
+        used_N = np.zeros(pipeline.costs.peers)  # share of each peer's memory that one micro-batch of the origin takes
+        for part, hops in zip(parts.tolist(), routes, strict=True):
+            for hop in hops:
+                used_N[hop[0]] += part / pipeline.capacity(hop, spans_N2[hop[0]])
+        mean_hops = sum(part * len(hops) for part, hops in zip(parts.tolist(), routes, strict=True))
+        in_flight = min(accumulate + mean_hops, 1 / float(used_N.max()))
+        many = max(float(accumulate), in_flight)
+        longest_s = _longest_s([pipeline.kept_s(hops, 0.0)[0] for hops in routes], parts, in_flight)
+        round_s = many / in_flight * longest_s + (in_flight - 1) * pipeline.tokens / flow
+        rates[own] *= min(1.0, many * pipeline.tokens / round_s / flow)
+    return rates
+
+
+def _longest_s(seconds: Sequence[float], parts: Floats, count: float) -> float:
+    """Return the expected largest of `count` values that are drawn from `seconds` with probabilities `parts`."""
+    order = np.argsort(seconds)
+    below = np.minimum(1.0, np.cumsum(parts[order])) ** count
+    return float(np.diff(below, prepend=0.0) @ np.array(seconds)[order])
 
 
 def _pauses_s(kept_s: Sequence[float]) -> float:

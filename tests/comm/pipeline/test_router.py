@@ -574,7 +574,7 @@ def test_what_is_held_of_a_micro_batch_does_not_keep_it_waiting_when_it_comes_by
 ) -> None:
     """Else its sum would wait for the origin peer, that peer for this execution, and this for a step with the sum."""
     world = World(CUTS)
-    last = world.add("C", 1, 4, overlap=False)
+    last = world.add("C", 0, 4, overlap=False)
     world.start()
 
     def ask(number: int, first: int) -> None:
@@ -613,7 +613,8 @@ def test_a_backward_pass_goes_before_forward_passes() -> None:
 def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_begin() -> None:
     """Exact gradients. Were all kept back, peers that wait for each other's forward passes would wait for ever."""
     world = World(CUTS)
-    middle = world.add("M", 1, 3, overlap=False)
+    middle = world.add("M", 0, 3, overlap=False)
+    middle.routes.own.quota = 0
     world.add("C", 3, 4)
     world.start()
 

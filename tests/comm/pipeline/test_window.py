@@ -4,6 +4,7 @@ import pytest
 
 from decentral.comm.pipeline.next_peer import UNKNOWN_S
 from decentral.comm.pipeline.window import (
+    LEAN,
     MOST_ROUTES,
     MicroBatchWindow,
     budget_s,
@@ -39,6 +40,15 @@ def test_the_window_keeps_a_device_busy_and_its_queue_short(base_s: float) -> No
 def test_the_window_never_exceeds_what_the_memory_takes() -> None:
     window = MicroBatchWindow()
     pipeline(window, 5.0, 0.1, 200, most=3)
+    assert window.size == 3
+
+
+def test_each_device_of_a_route_keeps_a_micro_batch_however_long_they_wait() -> None:
+    """They may wait for the steps of other origin peers, which a smaller window does not hasten."""
+    window = MicroBatchWindow(LEAN)
+    window.done(1.0, (A, B), 64)
+    for _ in range(30):
+        window.done(9.0, (A, B), 64)
     assert window.size == 3
 
 

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from decentral.core.config import Config, GossipConfig, ModelConfig
+from decentral.core.config import Config, GossipConfig, ModelConfig, TrainConfig
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.layer_work import KindCost, KindCosts
@@ -151,3 +151,15 @@ def test_a_peer_with_little_memory_is_worth_more_at_the_last_layers_where_micro_
     asked = PlanTask(NEEDS, tuple(tight.items()), TokenLinks(1024.0, 0.8, 100), 1)
     found = evaluate_plans(EvaluatePlans(1, asked, ((("a", 2, 4), ("b", 0, 2)),), searches=False, seed=1))
     assert found.stay_tokens < 100 * HORIZON_S < 190 * (HORIZON_S - 20) < found.proposed[0]
+
+
+def test_a_peer_that_begins_few_micro_batches_at_a_time_is_worth_less_with_exact_gradients() -> None:
+    """The flow is 200 tokens/s either way, and the second peer of a route has room for as many."""
+    links = TokenLinks.of(Config(model=ModelConfig(context=100), train=TrainConfig(micro_batch=1)))
+    assert (links.micro_batch_tokens, links.accumulate) == (100, 1)
+    worth = []
+    for memory_bytes in (27 * 10**6, 10**9):
+        origin = TrainingPeer(range(2), memory_bytes, 100.0, 1e8)
+        asked = PlanTask(NEEDS, ((PeerId("a"), origin), (PeerId("b"), HONEST[PeerId("b")])), links, 1)
+        worth.append(evaluate_plans(EvaluatePlans(1, asked, (), searches=False, seed=1)).stay_tokens)
+    assert 0 < worth[0] < 0.9 * worth[1] < 0.9 * 200 * HORIZON_S

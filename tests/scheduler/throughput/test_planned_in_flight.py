@@ -68,6 +68,29 @@ def test_memory_for_five_micro_batches_carries_five_in_the_time_of_one() -> None
         assert pair(memory_bytes).carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([2 * 10 / kept_s])
 
 
+def test_a_round_lasts_until_its_last_micro_batch_is_back() -> None:
+    """One more micro-batch than hops, or as many as memory allows; a step of ten needs five times two in flight."""
+    alone_s, flow = 2 * PASSES_S + 0.3, [(100.0, ROUTE)]
+    for memory_bytes, in_flight in ((1000.0, 3), (700.0, 2)):
+        found = planned_in_flight.in_rounds(pair(memory_bytes), flow, SPANS, 1)
+        assert found.tolist() == pytest.approx([in_flight * 10 / (alone_s + (in_flight - 1) * 0.1)])
+    assert planned_in_flight.in_rounds(pair(700.0), flow, SPANS, 10).tolist() == pytest.approx(
+        [100 / (5 * alone_s + 0.1)]
+    )
+
+
+def test_a_round_mostly_takes_as_long_as_the_slowest_of_its_routes() -> None:
+    """Half of the micro-batches go to a peer that is nine times as slow: of three, one in eight rounds has none."""
+    three = trio()
+    costs = replace(three.costs, seconds_NL=three.costs.seconds_NL * np.array([[1.0], [1.0], [9.0]]))
+    other = [(0, 0, 1), (2, 1, 2)]
+    fast_s, slow_s = (replace(three, costs=costs).kept_s(hops, 0.0)[0] for hops in (ROUTE, other))
+    spans = [*SPANS, (1, 2)]
+    found = planned_in_flight.in_rounds(replace(three, costs=costs), [(50.0, ROUTE), (50.0, other)], spans, 1)
+    longest_s = fast_s / 8 + slow_s * 7 / 8
+    assert found.tolist() == pytest.approx([15 / (longest_s + 0.2)] * 2)
+
+
 def test_a_hop_through_fewer_layers_takes_a_part_of_a_place() -> None:
     """A place is a micro-batch through both layers that the peer holds, 200 bytes: two of them fit."""
     assert pair(1450.0).capacity((0, 0, 2), (0, 2)) == 2
