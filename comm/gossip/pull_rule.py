@@ -124,15 +124,15 @@ class PullRule(UpdateRule):
         """
         if self._baseline is not None:
             return self._baseline
-        residual, published = self.residual, self.published()
-        if residual is None:
+        if self._residual is None:
             return self.phi
         baseline = self.tools.vector(self.elements).copy_(self.phi)
-        if published is None:
-            return baseline.add_(residual)
-        if (earlier := self._decoded(self._earlier)) is not None:
-            baseline.add_(earlier)
-        return baseline.sub_(published).sub_(residual)
+        if self.closed is None:
+            return baseline.add_(self._error())
+        if self._earlier is not None:  # one vector after the other, as each takes memory while it is decoded
+            baseline.add_(self._decoded(self._earlier))
+        baseline.sub_(self._read(self.closed[1]))
+        return baseline.sub_(self._error())
 
     @baseline.setter
     def baseline(self, vector: Tensor) -> None:
@@ -141,7 +141,7 @@ class PullRule(UpdateRule):
     @property
     def residual(self) -> Tensor | None:
         """The quantisation error that no window has published yet, fp32 [n], if it is kept apart; else None."""
-        return self._decoded(self._residual)
+        return None if self._residual is None else self._decoded(self._residual)
 
     @residual.setter
     def residual(self, vector: Tensor | None) -> None:
@@ -152,11 +152,11 @@ class PullRule(UpdateRule):
         else:
             self._residual = vector.bfloat16()
 
-    def _decoded(self, residual: Tensor | bytes | None) -> Tensor | None:
-        """Return a residual as it is stored as fp32 [n]; None if there is none."""
+    def _decoded(self, residual: Tensor | bytes) -> Tensor:
+        """Return a stored residual as fp32 [n]."""
         if isinstance(residual, bytes):
             return self.tools.codecs.decode(SLOW_WEIGHTS_CODEC, residual, self.elements)
-        return None if residual is None else residual.float()
+        return residual.float()
 
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these slices of the slow weights phi."""
@@ -228,7 +228,9 @@ class PullRule(UpdateRule):
         self.phi.sub_(owed)
         self.baseline, self.residual, correction = theta, None, torch.sub(self.phi, theta, out=owed)
         if float(torch.linalg.vector_norm(correction)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
-            return None  # theta equals phi up to rounding; the baseline keeps the tiny difference
+            if self._rounds:
+                self.baseline = self.phi  # the next window publishes the tiny difference
+            return None  # theta equals phi up to rounding; a stored baseline keeps the tiny difference
         self.baseline = self.phi if self._rounds else self.baseline.add_(correction)
         return Correction(correction)
 
@@ -284,10 +286,11 @@ class PullRule(UpdateRule):
         If a window is closed but not merged, the returned phi includes this window, but no partner's window, since a
         restart loses partners' windows.
         """
-        published, owed = self.published(), self.baseline - theta
-        if published is None:
+        owed = self.baseline - theta
+        if self.closed is None:
             return {"phi": self.phi, "owed": owed}
-        return {"phi": self.phi - published, "owed": owed.add_(self._error())}
+        owed.add_(self._error())
+        return {"phi": self.phi - self._read(self.closed[1]), "owed": owed}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Continue with the weights `theta` and a checkpoint's `state`; with an empty state, start with phi = theta."""

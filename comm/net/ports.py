@@ -91,7 +91,7 @@ def require_multiaddr(address: str, flag: str) -> None:
     with suppress(ValueError):
         if TCP_ADDRESS.fullmatch(address):
             _parts(address)
-        if re.fullmatch(r"(/[^/\s]+)+", address):
+        if re.fullmatch(r"(/[^/\s]+)+/?", address):
             return
     host, _, port = address.rpartition(":")
     meant = f"/ip4/{host or '0.0.0.0'}/tcp/{port}"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.commands.checks.running_peer import JournalTail
+from decentral.commands.checks.running_peer import JournalTail, holder
 from decentral.commands.ps import STATUS_COLUMNS, PeerStatus, here, table
 from decentral.commands.table import COMMANDS
 from decentral.core.errors import UserError
@@ -100,8 +100,9 @@ def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], d
         The peers, and folder -> number of peers' folders that are there, or 1 for a peer's own folder.
 
     Raises:
-        UserError: If nothing of this user has one of these names, if several peers have the same name, or if a peer's
-            name is also a run's id, or the path of a folder with other peers (perhaps a link that somebody else made).
+        UserError: If nothing of this user has one of these names, if another user's peer runs in the folder, if several
+            peers have the same name, or if a peer's name is also a run's id, or the path of a folder with other peers
+            (perhaps a link that somebody else made).
     """
     own = {peer: status for peer, status in running.items() if peer.folder is not None}
     if not which:
@@ -123,8 +124,10 @@ def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], d
             folders = ", ".join(f"{peer.folder} (run {own[peer].run})" for peer in named)
             raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")
         chosen_here = inside or named or of_run
-        there = 0 if chosen_here else len(journals_in(path))
+        there = 0 if chosen_here else len(journals := journals_in(path))
         if there:
+            if held := [journal.parent for journal in journals if holder(journal.parent) is not None]:
+                raise UserError(f"a peer of another user runs in {held[0]}; only that user can stop it")
             ended[Path(one)] = there
         elif not chosen_here:
             raise UserError(f"{_unknown(one, list(own.values()))} (see decentral ps)")

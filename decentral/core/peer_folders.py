@@ -18,7 +18,10 @@ MOST_KEY_BYTES = 64 * 1024  # a larger key file is refused; a key of 4,096 bits 
 def journals_in(folder: Path) -> list[Path]:
     """Return the journal in `folder` if it is a peer's state folder, else the journals of the state folders in it."""
     own = folder / JOURNAL
-    return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
+    try:
+        return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
+    except OSError:  # such as a name that is too long
+        return []
 
 
 def state_folders(paths: Sequence[str]) -> list[Path]:

@@ -1,5 +1,6 @@
 """`decentral ps` and `decentral stop`: which peers run here, and ending them so that nothing is lost."""
 
+import fcntl
 import io
 import json
 import os
@@ -153,6 +154,18 @@ def test_peers_that_have_ended_by_themselves_are_stopped_already(
     assert stop.main(["friend"]) == 2
     said = "error: no peer of this user here has the name, folder or run 'friend'; did you mean friends? (see"
     assert capsys.readouterr().err.startswith(said)
+    with pytest.raises(UserError, match="no peer of this user"):
+        stop.chosen({}, ["a" * 300])
+
+
+def test_a_folder_whose_lock_is_held_is_not_said_to_be_stopped(tmp_path: Path) -> None:
+    """The peer in it belongs to another user, or this user's list would have it."""
+    journal(tmp_path / "peer-1", (1, "started", STARTED))
+    with (tmp_path / "peer-1" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"a peer of another user runs in .*peer-1; only that user can stop it"):
+            stop.chosen({}, [str(tmp_path)])
+    assert stop.chosen({}, [str(tmp_path)]) == ([], {tmp_path: 1})
 
 
 def test_an_empty_text_stops_nobody_though_peers_may_have_no_name(

@@ -354,6 +354,15 @@ def test_a_large_fragment_that_is_restored_or_closed_twice_keeps_no_baseline_eit
     assert_all_is_owed(one, expected, 1e-6)
 
 
+def test_a_large_fragment_of_a_peer_that_has_trained_alone_keeps_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_rule, "LARGE_ELEMENTS", SIZE)
+    one = Replica("pull", "A")
+    one.train(seed=0)
+    assert one.rule.fold(one.copied()) is None, "the live weights are the slow weights"
+    assert bytes_of(one) == 4 * SIZE, "phi"
+    assert_all_is_owed(one, one.live.theta, 1e-6)
+
+
 def assert_all_is_owed(one: Replica, trained: Tensor, most: float) -> None:
     """Assert that the slow weights and what is owed add up to the weights `trained`, within `most`."""
     state = one.state()
