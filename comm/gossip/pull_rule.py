@@ -226,13 +226,11 @@ class PullRule(UpdateRule):
         self._end_unmerged()
         owed = torch.sub(self.baseline, theta, out=self.tools.vector(self.elements))
         self.phi.sub_(owed)
-        self.baseline, self.residual, correction = theta, None, torch.sub(self.phi, theta, out=owed)
-        if float(torch.linalg.vector_norm(correction)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
-            if self._rounds:
-                self.baseline = self.phi  # the next window publishes the tiny difference
-            return None  # theta equals phi up to rounding; a stored baseline keeps the tiny difference
-        self.baseline = self.phi if self._rounds else self.baseline.add_(correction)
-        return Correction(correction)
+        self.residual, correction = None, torch.sub(self.phi, theta, out=owed)
+        # If theta equals phi up to rounding: a stored baseline keeps the tiny difference, else the next window has it.
+        equal = float(torch.linalg.vector_norm(correction)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi))
+        self.baseline = self.phi if self._rounds else theta if equal else theta.add_(correction)
+        return None if equal else Correction(correction)
 
     def _end_unmerged(self) -> None:
         """Apply the closed window to phi if no merge has done so, for example after a failed change of layers."""

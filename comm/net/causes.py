@@ -9,7 +9,7 @@ from decentral.core.reasons import Reason
 # Matches the text before the cause in libp2p's dial errors.
 BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")
 OTHER_PEER = re.compile(r"peer id mismatch: expected \S+, but remote key matches (\w+)")  # a peer has another id
-ANOTHER = "another peer"  # an error's text begins so if a peer with another id answers at the dialled address
+ANOTHER = "another peer"  # the cause begins with this if a peer with another id answers at the dialled address
 FAILED_AT = re.compile(r"\* \[(\S+)\] (?!dial backoff)")  # matches an address that libp2p dialled in vain
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # out of file handles, or out of memory
 

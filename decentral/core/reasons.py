@@ -44,7 +44,7 @@ class Reason(StrEnum):
 
     # Reasons about records in the DHT
     IDENTITY = "identity"  # the key does not belong to that peer
-    SIGNATURE = "signature"  # the signature does not fit
+    SIGNATURE = "signature"  # the signature is not valid
     EXPIRED = "expired"  # a record or an invitation has expired, or the lifetime of a record is too long
     AHEAD = "ahead"  # the record's time is in the future by more than the lifetime of a record
 

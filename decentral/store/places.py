@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 SEND_BYTES = 5 * MiB  # content is sent in pieces of at most this size, the minimum in multipart uploads of S3
-PLACES = "a folder, s3://BUCKET/PATH or hf://USER/NAME"  # what the help of commands names
+PLACES = "a folder, s3://BUCKET/PATH or hf://USER/NAME"  # forms of a destination, as help texts and errors name them
 HUB_PROTOCOL = "hf"  # fsspec's name of the Hugging Face Hub
 WITH_FOLDERS = ("file", "sftp", "ssh", "ftp", "smb", "webdav", "hdfs", "webhdfs", "memory")
 """Providers on which a folder must be created before a file is written in it. With other providers, creating a folder

@@ -25,7 +25,7 @@ from decentral.peers.runtime.setup import PresentSetup
 
 
 class Exchange(Protocol):
-    """What a peer needs of the exchange machine of one fragment, as `PullExchange` is one.
+    """The interface of a state machine that exchanges one fragment, such as `PullExchange`.
 
     The tags of its questions are `ExchangeTag`s (comm/gossip/exchange.py), by which the node finds it. A new one also
     gets a node of its own in `setup_of` of tests/fuzz/fuzzed_node.py.

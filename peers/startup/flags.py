@@ -83,7 +83,7 @@ class StartFlags:
             raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
 
     def _config_in_place_of(self, kept: Config) -> Config:
-        """Return the config of CONFIG and --set, with the paths and digests of the user's own files from `kept`.
+        """Return the config of CONFIG and --set, but with the paths and digests of own files that `kept` has.
 
         Raises:
             UserError: If the config cannot be loaded.

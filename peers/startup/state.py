@@ -27,6 +27,7 @@ from decentral.core.peer_folders import CHECKPOINT
 from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
 from decentral.core.units import KiB, Measured
+from decentral.model.families import CONFIG_FILE
 from decentral.peers.startup.running_peers import running_peers
 from decentral.store.places import is_address
 
@@ -36,7 +37,6 @@ MADE_BY_A_START = (  # name patterns of the files that a start makes before the 
     *("invitation.json", "founder.json", "founder.lock", "revoked"),
 )
 MOST_STATE_BYTES = 64 * KiB  # longer JSON files in the folder are refused unread; the largest has at most 10 KiB
-MODEL_CONFIG = "config.json"  # in each folder of a Hugging Face model
 PEERS_NAMED = 8  # an error about several peers' folders names at most this many
 DISK_REMEDY = "make room there, or use another --state-dir"
 
@@ -343,8 +343,8 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
 
 def refuse_model(path: Path) -> None:
     """Raise UserError if a folder is an exported model's, so that no peer's files are mixed with the model's."""
-    if (path / MODEL_CONFIG).exists() and not _peers_in(path):
-        raise UserError(f"--state-dir {path} has a model ({MODEL_CONFIG}); choose another folder for the peers' files")
+    if (path / CONFIG_FILE).exists() and not _peers_in(path):
+        raise UserError(f"--state-dir {path} has a model ({CONFIG_FILE}); choose another folder for the peers' files")
 
 
 def _made_by_a_start(folder: Path) -> set[str]:

@@ -154,7 +154,8 @@ def test_the_address_of_a_peer_that_has_another_identity_now(peers: Peers, exami
     place = address(peers).partition("/p2p/")[0]
     code, found = examined("--join", f"{place}/p2p/QmTKuPwewYncoYX4W3ZrgNKpHzRP7UqNF5NjQmN3LXEsr6", *LOOPBACK)
     assert code == 1
-    assert "another peer (Qm" in found["join"]["seen"]
+    assert "another peer listens there" in found["join"]["seen"]
+    assert "another identity" in found["join"]["remedy"]
 
 
 def test_the_state_folder_of_another_run(peers: Peers, examined: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral import __version__
+from decentral.comm.net.causes import ANOTHER
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission, is_private
@@ -98,7 +99,7 @@ def _no_connection(detail: str) -> tuple[str, str]:
         return "connection refused: that machine is there, but nothing listens at that port", (
             "start that peer, or use the address that it prints now: its port may have changed"
         )
-    if "peer id mismatch" in detail:
+    if detail.startswith(ANOTHER):
         return "another peer listens there", "use the address that the peer prints now: it has another identity"
     if "no route" in detail or "unreachable" in detail:
         return "this machine has no route there", "check network, VPN and address: a private address needs its network"

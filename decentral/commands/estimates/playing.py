@@ -91,7 +91,7 @@ class PlayedSwarm:
 
     @property
     def work_s(self) -> Seconds:
-        """Return in how many seconds of a quiet core's time the simulator has done its work until now."""
+        """Return how many seconds of processor time the simulation has taken so far, as estimated for a quiet core."""
         assert self._swarm is not None
         return EVENT_S * self._swarm.agenda.events + RATE_S * self._swarm.network.links.rates_set
 
