@@ -43,7 +43,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.file import read
 from decentral.core.rank_place import Split
 from decentral.data import corpora
-from decentral.engine import memory
+from decentral.engine import heap, memory
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.island import Assignment, Island, follow
 from decentral.engine.step import ALONE, Device
@@ -150,7 +150,7 @@ def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], 
         assert island is not None
         assignment = island.assignment()
         assert assignment is not None
-        memory.give_back_what_is_freed(ranks)
+        heap.give_back_what_is_freed(ranks)
         before = _without_model()
         follow(island, assignment, Device(CPU, torch.float32, ranks=island))
     else:
@@ -175,7 +175,7 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
     if island is not None:
         island.decide(split)
         island.assign(Assignment(run, PeerId("A"), sequences, split))
-    memory.give_back_what_is_freed(island.size if island else 1)
+    heap.give_back_what_is_freed(island.size if island else 1)
     device = Device(CPU, torch.float32, ranks=island or ALONE)
     corpus = corpora.load(run.data, run.model)
     kernels, _ = best_kernels(CPU, blockwise)

@@ -29,8 +29,8 @@ from decentral.core.units import Seconds
 from decentral.data.corpora import Reading, TrainingData
 from decentral.engine import accelerator, checkpoint, measure
 from decentral.engine.checkpoint import RetainedStateStore
+from decentral.engine.heap import return_free_pages
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
-from decentral.engine.memory import return_free_pages
 from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.span import Span
 from decentral.engine.step import (

@@ -32,7 +32,7 @@ from decentral.core.choices import OPTIMIZERS
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
 from decentral.core.rank_place import ATTEMPT, Place, Split
-from decentral.engine import measure, memory
+from decentral.engine import heap, measure, memory
 from decentral.engine.island import BUCKET_BYTES, Island, follow
 from decentral.engine.step import Device
 
@@ -164,7 +164,7 @@ def _follow(device: str, throttle: float, island: Island) -> None:
         train = assignment.run.train
         chosen = measure.choose(device, throttle, train.emulated_micro_batch_s)
         if island.sharded:
-            memory.give_back_what_is_freed(island.size)
+            heap.give_back_what_is_freed(island.size)
         follow(island, assignment, replace(chosen, ranks=island))
     island.close()
 

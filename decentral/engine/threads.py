@@ -2,7 +2,8 @@
 
     EDGE    on the training thread, between two steps: may read and change live weights, and should be short
     BESIDE  on the worker thread, while training goes on: may only touch data that training does not use
-    HELD    on the training thread while the worker waits: may change data that both threads use
+    HELD    on the training thread while the worker waits: may change data that both threads use; a BESIDE phase of the
+            same job that follows comes before other work of the worker
 
 A job's program is a generator. It yields the phase in which it wants to continue, and returns the job's outcome. So a
 job's code reads from top to bottom, whichever thread runs each phase; tests and the simulator run all phases on one
@@ -14,9 +15,9 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from threading import Event, Lock
+from threading import Condition, Lock
 
 from decentral.core import jobs
 from decentral.core.units import Seconds
@@ -44,7 +45,7 @@ def finish(program: Program) -> jobs.Outcome:
             return outcome
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Task:
     """State of a job that was submitted: its program, and how far the program has run."""
 
@@ -52,10 +53,59 @@ class Task:
     program: Program
     phase: Phase | None
     cost_s: Seconds = 0.0
-    released: Event = field(default_factory=Event)  # set when the training thread has finished a HELD phase
 
 
 Failure = jobs.JobFailed | jobs.SaveFailed
+
+
+class WorkerQueue:
+    """The queue of BESIDE phases, which the training thread can hold: the worker then begins no phase."""
+
+    def __init__(self) -> None:
+        """Begin with an empty queue."""
+        self._tasks: deque[Task] = deque()
+        self._changed = Condition()
+        self._busy = False  # whether the worker runs a phase
+        self._held = False
+        self._ended = False
+
+    def put(self, task: Task) -> None:
+        """Append a task."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let `get` return None once the queue is empty; the worker calls it too if a bug ends it."""
+        with self._changed:
+            self._ended, self._busy = True, False
+            self._changed.notify_all()
+
+    def get(self) -> Task | None:
+        """Say that the worker's last phase has ended, and wait for the next task; return None after `end`."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._held and (self._tasks or self._ended))
+            self._busy = bool(self._tasks)
+            return self._tasks.popleft() if self._tasks else None
+
+    def hold(self, wait: bool) -> bool:
+        """Let the worker begin no phase until `release`, and return whether it runs none now.
+
+        `wait`: wait until it runs none.
+        """
+        with self._changed:
+            self._held = True
+            return self._changed.wait_for(lambda: not self._busy, None if wait else 0)
+
+    def release(self, first: Task | None) -> None:
+        """Let the worker go on, with the task `first` before all others."""
+        with self._changed:
+            self._held = False
+            if first is not None:
+                self._tasks.appendleft(first)
+            self._changed.notify_all()
 
 
 class JobThreads:
@@ -77,7 +127,9 @@ class JobThreads:
         """
         self._program_of, self._failure_of, self._edge_clock = program_of, failure_of, edge_clock
         self._edge: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._beside: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._beside = WorkerQueue()
+        self._waits = False  # whether training takes no steps now
+        self._put_last = set[Task]()  # HELD tasks that have been put behind the corrections in `_edge`
         self._later: list[Task] = []  # tasks whose next EDGE phase must wait until another step was taken
         self._lock = Lock()
         self._unfinished = 0
@@ -111,6 +163,7 @@ class JobThreads:
         Raises:
             Exception: The unexpected error that ended the worker thread, if there was one.
         """
+        self._waits = wait
         if wait:
             self.begin_edge()
         try:
@@ -123,15 +176,35 @@ class JobThreads:
 
     def do_at_edge(self, task: Task) -> None:
         """Run the present phase of a task on the calling training thread, and queue the task for its next phase."""
-        held = task.phase is Phase.HELD
+        if task.phase is Phase.HELD:
+            self._do_held(task)
+            return
+        self._go_on(task, self._edge_clock)
+        if task.phase is Phase.EDGE:
+            self._later.append(task)
+        else:
+            self._queue(task)
+
+    def _do_held(self, task: Task) -> None:
+        """Run a HELD phase while the worker waits, after all corrections that the worker has computed.
+
+        If the worker is busy, training does not wait for it: the phase comes after the next step, and the worker begins
+        nothing until then.
+        """
+        if not self._beside.hold(wait=self._waits):
+            self._later.append(task)
+            return
+        if task not in self._put_last and not self._edge.empty():
+            self._put_last.add(task)
+            self._edge.put(task)
+            return
         try:
             self._go_on(task, self._edge_clock)
         finally:
-            if held:
-                task.released.set()
-        if task.phase is Phase.EDGE and not held:
-            self._later.append(task)
-        elif not held:
+            beside = task.phase is Phase.BESIDE
+            self._put_last.clear()
+            self._beside.release(task if beside else None)
+        if not beside:
             self._queue(task)
 
     def begin_edge(self) -> None:
@@ -147,15 +220,11 @@ class JobThreads:
         """
         try:
             while (task := self._beside.get()) is not None:
-                if task.phase is Phase.HELD:
-                    task.released.clear()
-                    self._edge.put(task)
-                    task.released.wait()
-                if task.phase is Phase.BESIDE:  # the HELD phase above may have changed it
-                    self._go_on(task, time.thread_time)
+                self._go_on(task, time.thread_time)
                 self._queue(task)
         except Exception as bug:
             self._bug = bug
+            self._beside.end()
             self._edge.put(None)
 
     def take_beside_s(self) -> Seconds:
@@ -211,8 +280,10 @@ class JobThreads:
         return None
 
     def _queue(self, task: Task) -> None:
-        if task.phase is not None:
-            (self._edge if task.phase is Phase.EDGE else self._beside).put(task)
+        if task.phase is Phase.BESIDE:
+            self._beside.put(task)
+        elif task.phase is not None:
+            self._edge.put(task)
 
     @property
     def done(self) -> bool:
@@ -223,7 +294,7 @@ class JobThreads:
     def _end_if_done(self) -> None:
         if self.done:
             self._edge.put(None)
-            self._beside.put(None)
+            self._beside.end()
 
 
 def _fragment_of(job: jobs.Job) -> int | None:

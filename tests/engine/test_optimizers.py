@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from decentral.comm.rounds.synchronous_rule import SynchronousRule
 from decentral.core import config, jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
-from decentral.engine import muon
+from decentral.engine import heap, inner, muon
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.fragment import Live, fragments
 from decentral.engine.inner import Inner
@@ -246,6 +247,22 @@ def test_rounding_leaves_what_bf16_can_hold(value: float) -> None:
     rounded = torch.empty(100, dtype=torch.bfloat16)
     round_stochastically(values, rounded, torch.Generator())
     assert torch.equal(rounded.float(), values)
+
+
+@pytest.mark.parametrize(("train", "passes_s", "returned"), [(MUON, 1.0, 2), (MUON, 3.0, 0), (ADAMW, 1.0, 0)])
+def test_a_large_model_returns_the_memory_of_passes_that_are_shorter_than_muons_step(
+    train: config.TrainConfig, passes_s: float, returned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, calls = [0.0], []
+    monkeypatch.setattr(inner, "AT_ONCE_ELEMENTS", 0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(heap, "return_free_pages", lambda: calls.append(now[0]))
+    taken = trained_by(decoder.build(MODEL, 0), train)
+    monkeypatch.setattr(inner, "step_fragments", lambda *args: now.__setitem__(0, now[0] + 2.0 / len(taken.lives)))
+    for _ in range(3):
+        now[0] += passes_s
+        taken.step_all(1e-3, tokens=1)
+    assert len(calls) == returned  # and before the first step it is not known how long steps take
 
 
 def test_bf16_weights_learn_as_fp32_weights_do() -> None:

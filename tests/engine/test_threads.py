@@ -116,7 +116,7 @@ def two() -> Iterator[Two]:
     made = Two()
     yield made
     if made.worker.is_alive():
-        made.threads._beside.put(None)
+        made.threads._beside.end()
 
 
 def test_each_phase_runs_on_its_thread(two: Two) -> None:
@@ -161,27 +161,63 @@ def test_a_job_with_many_phases_at_edges_has_one_of_them_between_two_steps(two: 
     ]
 
 
-def test_a_held_phase_holds_the_worker_and_what_is_beside_after_it_comes_at_once(two: Two) -> None:
+def test_the_worker_goes_on_with_other_jobs_until_the_edge_of_a_held_phase(two: Two) -> None:
+    done = threading.Event()
     two.submit(job("a"), HELD, BESIDE)
-    two.submit(job("b"), BESIDE)
+    other = two.submit(job("b"), BESIDE)
+    two.within[other, 0] = done.set
     two.worker.start()
-    task = two.threads.at_edge(wait=True)
-    assert task is not None
-    assert not task.released.is_set()  # this is what the worker waits for
-    two.submit(job("c"), BESIDE)
-    assert two.log == []
-    two.threads.do_at_edge(task)
-    assert two.end() == [
+    assert done.wait(LIMIT_S)  # and this thread has not come to an edge yet
+    assert "a held" not in two.log
+    assert set(two.end()) == {"a held", "a beside", "a reported", "b beside", "b reported"}
+
+
+def test_a_held_phase_holds_the_worker_and_what_is_beside_after_it_comes_at_once(two: Two) -> None:
+    held = two.submit(job("a"), HELD, BESIDE)
+
+    def more() -> None:
+        two.worker.start()
+        two.submit(job("c"), BESIDE)
+
+    two.within[held, 0] = more
+    two.submit(job("b"), BESIDE)
+    two.edge()
+    assert [line for line in two.end() if line != "step"] == [
         *("a held", "a beside", "a reported"),
         *("b beside", "b reported", "c beside", "c reported"),
     ]
 
 
-def test_corrections_that_are_on_their_way_come_before_a_held_phase(two: Two) -> None:
-    two.submit(job("a"), BESIDE, EDGE)
+def test_corrections_that_the_worker_has_computed_come_before_a_held_phase(two: Two) -> None:
+    computed = threading.Event()
     two.submit(job("b"), HELD)
+    two.submit(job("d"), HELD)
+    two.submit(job("a"), BESIDE, EDGE)
+    next_one = two.submit(job("c"), BESIDE)
+    two.within[next_one, 0] = computed.set
     two.worker.start()
-    assert two.end()[:3] == ["a beside", "a edge", "a reported"]
+    assert computed.wait(LIMIT_S)
+    order = [line for line in two.end() if line in ("a edge", "b held", "d held")]
+    assert order == ["a edge", "b held", "d held"]
+
+
+def test_training_does_not_wait_for_a_busy_worker_but_takes_a_step_before_the_held_phase(two: Two) -> None:
+    began, may_end = threading.Event(), threading.Event()
+    busy = two.submit(job("a"), BESIDE)
+
+    def work() -> None:
+        began.set()
+        may_end.wait(LIMIT_S)
+
+    two.within[busy, 0] = work
+    two.submit(job("b"), HELD)
+    two.submit(job("c"), BESIDE)  # the worker does not begin it before the held phase
+    two.worker.start()
+    assert began.wait(LIMIT_S)
+    two.edge()
+    may_end.set()
+    log = two.end()
+    assert log.index("step") < log.index("b held") < log.index("c beside")
 
 
 def test_a_held_phase_that_fails_releases_the_worker(two: Two) -> None:
@@ -191,7 +227,7 @@ def test_a_held_phase_that_fails_releases_the_worker(two: Two) -> None:
     with pytest.raises(ZeroDivisionError):
         two.wait_for_edge()
     two.submit(job("b"), BESIDE)
-    two.threads._beside.put(None)
+    two.threads._beside.end()
     two.worker.join(LIMIT_S)
     assert two.log[-1] == "b reported"
 

@@ -27,8 +27,9 @@ from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.units import readable_bytes
 from decentral.engine.gossip_jobs import FragmentGossip, GossipedFragment
+from decentral.engine.heap import keep_what_is_freed
 from decentral.engine.measure import choose, machine_bytes
-from decentral.engine.memory import keep_what_is_freed, needs
+from decentral.engine.memory import needs
 from decentral.engine.span import Span
 from decentral.engine.step import flushed_denormals, train_step
 from decentral.engine.threads import finish
