@@ -145,7 +145,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     "time": {
         "store": "fetching sending",
         "comm.net": "libp2p streams",
-        "engine": "compute layer_times measure stage_runner step threads",
+        "engine": "compute inner layer_times measure stage_runner step threads",
         "peers.runtime": "clock host",
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",
