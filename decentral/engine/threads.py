@@ -64,8 +64,9 @@ class WorkerQueue:
     def __init__(self) -> None:
         """Begin with an empty queue."""
         self._tasks: deque[Task] = deque()
+        self._first: Task | None = None  # comes before `_tasks`, even while the queue is held
         self._changed = Condition()
-        self._busy = False  # whether the worker runs a phase
+        self._busy = False  # whether the worker runs a phase, or has to run `_first`
         self._held = False
         self._ended = False
 
@@ -86,9 +87,12 @@ class WorkerQueue:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._held and (self._tasks or self._ended))
-            self._busy = bool(self._tasks)
-            return self._tasks.popleft() if self._tasks else None
+            self._changed.wait_for(lambda: self._first or (not self._held and (self._tasks or self._ended)))
+            task, self._first = self._first, None
+            if task is None and self._tasks:
+                task = self._tasks.popleft()
+            self._busy = task is not None
+            return task
 
     def hold(self, wait: bool) -> bool:
         """Let the worker begin no phase until `release`, and return whether it runs none now.
@@ -100,11 +104,9 @@ class WorkerQueue:
             return self._changed.wait_for(lambda: not self._busy, None if wait else 0)
 
     def release(self, first: Task | None) -> None:
-        """Let the worker go on, with the task `first` before all others."""
+        """Let the worker go on, with the task `first` before all others and before the next `hold` succeeds."""
         with self._changed:
-            self._held = False
-            if first is not None:
-                self._tasks.appendleft(first)
+            self._held, self._first, self._busy = False, first, first is not None
             self._changed.notify_all()
 
 

@@ -220,6 +220,14 @@ def test_training_does_not_wait_for_a_busy_worker_but_takes_a_step_before_the_he
     assert log.index("step") < log.index("b held") < log.index("c beside")
 
 
+def test_no_other_held_phase_comes_between_a_held_phase_and_what_is_beside_after_it(two: Two) -> None:
+    two.submit(job("a"), HELD, BESIDE)
+    two.submit(job("b"), HELD)
+    two.edge()
+    two.worker.start()
+    assert two.end() == ["a held", "step", "a beside", "a reported", "b held", "b reported"]
+
+
 def test_a_held_phase_that_fails_releases_the_worker(two: Two) -> None:
     failing = two.submit(job("a"), HELD)
     two.within[failing, 0] = breaks
