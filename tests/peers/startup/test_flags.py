@@ -1,11 +1,12 @@
-"""Flags against a folder's run: files and destinations that differ from the folder's are refused, the same are not."""
+"""Flags against the folder that they name: whose it is, and whether its run has the same files and destinations."""
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from decentral.commands import local
+from decentral.commands import doctor, identity, local
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
@@ -105,3 +106,46 @@ def test_a_flag_replaces_the_folder_s_file_and_the_config_s() -> None:
 def test_a_destination_that_the_run_lacks_is_refused_too() -> None:
     said = refusal(begun(TEXT[:2]), StartFlags(overrides=TEXT[:2] + ("train.upload=copies",)))
     assert "where train.upload is not set, not copies; leave train.upload out, or" in said
+
+
+# One peer's folder, and a swarm's
+
+
+def said_by(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize("left", ["run.json", "identity.key"])
+def test_no_swarm_begins_in_the_folder_of_one_peer(capsys: pytest.CaptureFixture[str], left: str) -> None:
+    begun((), "swarm/peer-1")
+    Path("swarm/peer-0").mkdir()
+    Path("swarm/peer-0", left).touch()
+    meant = "for its whole swarm give --state-dir swarm; for this peer alone: decentral.peer --state-dir swarm/peer-0"
+    said = said_by(capsys, local.main(["--state-dir", "swarm/peer-0"]))
+    assert said == f"--state-dir swarm/peer-0 is the folder of one peer; {meant}"
+    assert [one.name for one in Path("swarm/peer-0").iterdir()] == [left]
+
+
+@pytest.mark.parametrize("command", [identity, doctor])
+def test_no_peer_s_key_is_made_or_sought_in_the_folder_of_a_swarm(
+    capsys: pytest.CaptureFixture[str], command: ModuleType
+) -> None:
+    begun(())
+    said = said_by(capsys, command.main(["--state-dir", "swarm"]))
+    assert said == "--state-dir expects the folder of one peer; swarm holds folders of peers: name one: peer-0"
+    assert [one.name for one in Path("swarm").iterdir()] == ["peer-0"]
+
+
+@pytest.mark.parametrize("first", [None, RunId("other-1f2e3d")])
+def test_peers_of_several_runs_are_no_local_swarm(first: RunId | None) -> None:
+    """`decentral.peer` names its folders swarm/peer-1 and so on; a new run began beside these."""
+    begun((), "swarm/peer-1")
+    if first:
+        Path("swarm/peer-0").mkdir()
+        StateFolder(Path("swarm/peer-0")).write_run(first, config.Config())
+    other = f"peer-0 to run {first}" if first else "peer-0 to none"
+    with pytest.raises(UserError) as error:
+        local.check_run(local.parse([]), Path("swarm"))
+    assert str(error.value) == f"swarm/peer-1 belongs to run {RUN}, but {other}; use another --state-dir"
