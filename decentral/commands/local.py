@@ -384,7 +384,7 @@ def _memories(text: str | None, peers: int) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
-        sizes = tuple(map(quantities.memory_bytes, text.split(",")))
+        sizes = quantities.memories_bytes(text)
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--memory: {error}") from None
     if len(sizes) not in (1, peers):

@@ -461,5 +461,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
     near = did_you_mean(str(first["input"])[:30], expected.split("'")[1::2])  # the allowed names are quoted
-    near = near or (comma_hint(str(first["input"])[:30]) if "number" in expected or "integer" in expected else "")
+    if not near and ("number" in expected or "integer" in expected):
+        near = comma_hint(str(first["input"])[:30], whole="integer" in expected)
     return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}{near}"
