@@ -151,7 +151,7 @@ class TrainConfig(Strict):
     recompute: bool = False
     """Compute a block's activations again in the backward pass instead of keeping them."""
     micro_batch: Positive | Literal["auto"] = 8
-    """Sequences in one micro-batch; auto: the fastest number that fits the device. Unit: sequences."""
+    """Sequences in one micro-batch; auto: the fastest number that fits the memory. Unit: sequences."""
     accumulate: Positive = 1
     """Number of micro-batches in one optimizer step of a peer or, if gossip.algorithm is synchronous, in one optimizer
     step of the whole swarm. Unit: micro-batches."""
