@@ -94,7 +94,8 @@ def require_multiaddr(address: str, flag: str) -> None:
         if re.fullmatch(r"(/[^/\s]+)+/?", address):
             return
     host, _, port = address.rpartition(":")
-    meant = f"/ip4/{host or '0.0.0.0'}/tcp/{port}"
+    bare = host.strip("[]")
+    meant = f"/ip{6 if ':' in bare else 4}/{bare or '0.0.0.0'}/tcp/{port}"
     hint = f"; did you mean {meant}?" if TCP_ADDRESS.fullmatch(meant) else ""
     expected = f"{flag} expects an address such as /ip4/0.0.0.0/tcp/4001"
     raise UserError(f"{expected}; got {printable(address, MOST_QUOTED_CHARS)!r}{hint}")

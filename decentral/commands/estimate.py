@@ -114,13 +114,16 @@ def _prices(text: str | None) -> dict[str, float]:
     A price without a device stands alone, for every device; its key is "".
     """
     found: dict[str, float] = {}
-    parts = text.split(",") if text else []
+    parts = text.split(",") if text is not None else []
     for part in parts:
         device, equals, price = part.rpartition("=")
+        key = cards.key(device)
         try:
-            found[cards.key(device) if equals else ""] = shared.finite(price)
-            if not equals and len(parts) > 1:
-                raise argparse.ArgumentTypeError("a decimal comma")
+            if bool(equals) != bool(key) or not (equals or len(parts) == 1):
+                raise argparse.ArgumentTypeError("a price without a device, or a decimal comma")
+            if key in found:
+                raise UserError(f"--price has two prices for {device}; got {text!r}")
+            found[key] = shared.finite(price)
         except argparse.ArgumentTypeError:
             form = "expects 0.4, or 4090=0.35,A100=1.2, for an hour of a device"
             raise UserError(f"--price {form}; got {text!r}{quantities.comma_hint(text or '')}") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from decentral.comm.wire.identity import Identity
 from decentral.commands import shared
+from decentral.peers.startup.state import refuse_swarm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    refuse_swarm(Path(flags.state_dir))
     own = Identity.load_or_create(Path(flags.state_dir) / "identity.key")
     print(f"{flags.address.rstrip('/')}/p2p/{own.peer}" if flags.address else own.peer)
 

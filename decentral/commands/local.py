@@ -38,7 +38,7 @@ from decentral.core.units import Amount, plural
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.flags import StartFlags
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
-from decentral.peers.startup.state import StateFolder, refuse_model
+from decentral.peers.startup.state import StateFolder, refuse_model, refuse_peer
 from decentral.view import summary
 from decentral.view.event_hooks import Hooks
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
@@ -120,15 +120,21 @@ def _main(flags: LocalFlags) -> None:
 def check_run(flags: LocalFlags, folder: Path) -> None:
     """Raise UserError if no peer could begin the run that these flags describe, or go on with the folder's run.
 
-    A new run's config has to be valid, and --memory large enough for its model, if that is built in.
+    A new run's config has to be valid, and --memory large enough for its model, if that is built in. The folder must
+    not be one peer's, and its peers must belong to one run.
     """
     refuse_model(folder)
+    refuse_peer(folder)
+    first = StateFolder(folder / "peer-0").look_at_run()
     asked = StartFlags(config=flags.config, overrides=flags.overrides, private=flags.private)
     for number in range(len(flags.throttles)):
         peer = StateFolder(folder / f"peer-{number}")
         if kept := peer.read_run():
             replace(asked, private=flags.private and number == 0).require_consistent(kept, peer.path)
-    if (folder / "peer-0" / "run.json").exists():
+            if first is None or kept[0] != first[0]:
+                other = f"peer-0 to run {first[0]}" if first else "peer-0 to none"
+                raise UserError(f"{peer.path} belongs to run {kept[0]}, but {other}; use another --state-dir")
+    if first:
         return
     run = config.load(flags.config, flags.overrides)
     if flags.memory and run.model.layers is None:
@@ -378,7 +384,7 @@ def _memories(text: str | None, peers: int) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
-        sizes = tuple(map(quantities.memory_bytes, text.split(",")))
+        sizes = quantities.memories_bytes(text)
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--memory: {error}") from None
     if len(sizes) not in (1, peers):

@@ -34,6 +34,7 @@ LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have
 STARTING = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
 EXPECTED = {"int": "a whole number such as 4", "float": "a number such as 1.5"}  # type of a flag -> what is expected
+MAY_BE_EMPTY = ("region", "text")  # a peer's region and a prompt; any other empty argument is a mistake
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
 PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
@@ -47,17 +48,26 @@ class Parser(argparse.ArgumentParser):
         lines = "".join(f"\n  {line}" for line in table.examples(self.prog))
         return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
+        """Return the value of an argument; an empty one, such as that of an unset variable, is refused."""
+        if arg_string == "" != action.const and action.dest not in MAY_BE_EMPTY:
+            out = "give one, or leave it out" if not action.required else "give one"
+            raise argparse.ArgumentError(action, f"expected a value; got ''; {out}")
+        return super()._get_value(action, arg_string)
+
     def error(self, message: str) -> NoReturn:
         """Raise UserError with argparse's message; it names what is nearest to an unknown flag or choice."""
         if refused := re.fullmatch(r"(argument .*): invalid (int|float) value: '(.*)'", message, re.DOTALL):
-            message = f"{refused[1]}: {quantities.unreadable(EXPECTED[refused[2]], refused[3])}"
+            message = f"{refused[1]}: {quantities.unreadable(EXPECTED[refused[2]], refused[3], refused[2] == 'int')}"
         raise UserError(as_called(f"{message}{self._meant(message)} (see {self.prog} --help)"))
 
     def _meant(self, message: str) -> str:
-        """Return `; did you mean NEAR?` for the unknown flag or choice that argparse's message names, else ""."""
+        """Return what may be meant by the unknown flag, choice or argument that argparse's message names, else ""."""
         if message.startswith(UNRECOGNIZED):
             flag = message.removeprefix(UNRECOGNIZED).split()[0].partition("=")[0]
             known = {name.lstrip("-"): name for name in self._option_string_actions}
+            if not flag.startswith("-"):
+                return "; put quotes around a value that has spaces"
             near = nearest(flag.lstrip("-"), known) if flag.startswith("--") else None
             return f"; did you mean {known[near]}?" if near else ""
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
@@ -103,8 +113,11 @@ def host_port(text: str) -> tuple[str, int]:
         ArgumentTypeError: If the text has another form.
     """
     host, colon, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) < PORTS) or (colon and not host):
-        raise argparse.ArgumentTypeError(f"expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got {text!r}")
+    is_port = port.isascii() and port.isdigit() and int(port) < PORTS
+    bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not is_port or (colon and not host) or bare_ipv6:
+        meant = f"; did you mean [{host}]:{port}?" if is_port and bare_ipv6 and host.strip(":") else ""
+        raise argparse.ArgumentTypeError(f"expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got {text!r}{meant}")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     factors = "each peer's slowness; repeated if there are more peers"
     parser.add_argument("--throttle", type=_factors, default=(1.0,), metavar="F,F,...", help=factors)
     sizes = "each peer's memory for the model; repeated if there are more peers"
-    parser.add_argument("--memory", type=_sizes, default=(), metavar="BYTES,...", help=sizes)
+    parser.add_argument("--memory", type=quantities.memories_bytes, default=(), metavar="BYTES,...", help=sizes)
     parser.add_argument("--tokens-per-step", type=int, default=1024, metavar="N", help="default 1024")
     parser.add_argument("--gradients", action="store_true", help="really train the model of CONFIG; for small models")
     links = "topology file of decentral.plan for links; repeated if there are more peers"
@@ -95,10 +95,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _besides(text: str) -> tuple[str, ...]:
     return tuple(shared.names_of(text, faults.BESIDES))
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(quantities.memory_bytes, text.split(",")))
 
 
 def _factors(text: str) -> tuple[float, ...]:

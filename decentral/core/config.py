@@ -47,10 +47,17 @@ BESIDE_TOKENS = 0.5  # gossip of a peer with a part of the model may use at most
 BYTES = 256  # size of the vocabulary if each token is a byte
 MAX_BATCH_TOKENS = 1 << 24  # a micro-batch has at most this many tokens; as int64 they take 128 MiB
 EVALUATED_TOKENS = 8192  # held-out tokens in an evaluation, of 8 to 64 sequences
-OWN_KEYS = {  # section -> keys that name a peer's own files and upload destination; never sent to other peers
-    "model": ("from",),
-    "data": ("path", "glob", "column", "part", "tokenizer"),
-    "train": ("upload",),
+# Section -> key that names a peer's own file or upload destination -> field of OwnInputs; never sent to other peers.
+OWN_KEYS = {
+    "model": {"from": "model_folder"},
+    "data": {
+        "path": "data",
+        "glob": "data_glob",
+        "column": "data_column",
+        "part": "data_part",
+        "tokenizer": "tokenizer",
+    },
+    "train": {"upload": "upload"},
 }
 # Paths of keys that old releases lack, such as ("model", "block", "query_norm"); `canonical` omits their defaults.
 LATER_KEYS: tuple[tuple[str, ...], ...] = (("model", "block"), ("model", "bottleneck"))
@@ -144,7 +151,7 @@ class TrainConfig(Strict):
     recompute: bool = False
     """Compute a block's activations again in the backward pass instead of keeping them."""
     micro_batch: Positive | Literal["auto"] = 8
-    """Sequences in one micro-batch; auto: the fastest number that fits the device. Unit: sequences."""
+    """Sequences in one micro-batch; auto: the fastest number that fits the memory. Unit: sequences."""
     accumulate: Positive = 1
     """Number of micro-batches in one optimizer step of a peer or, if gossip.algorithm is synchronous, in one optimizer
     step of the whole swarm. Unit: micro-batches."""
@@ -357,9 +364,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
         UserError: If the file cannot be read, a key or value is refused, a flag contradicts the config, or `data` lacks
             a path or tokenizer that its kind needs.
     """
-    tree = own_yaml.mapping(_read(path), str(path or "default"))
-    for override in overrides:
-        own_yaml.override(tree, override)
+    tree = tree_of(path, overrides)
     _take_model(tree, own.model_folder)
     found = validated(tree)
     if own.model_code is not None and found.model.layers is not None:
@@ -378,6 +383,14 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
         other, fitting = "but the model in model.from reads other tokens", kinds_with(lambda one: not one.is_bytes)
         raise UserError(f"config: data.kind {kind.name} gives bytes, {other}; set data.kind to {fitting}")
     return found
+
+
+def tree_of(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, object]:
+    """Return the values that a config file and overrides set, unchecked; arguments and errors are those of `load`."""
+    tree = own_yaml.mapping(_read(path), str(path or "default"))
+    for override in overrides:
+        own_yaml.override(tree, override)
+    return tree
 
 
 def _take_model(tree: dict[str, object], folder: str | None) -> None:
@@ -448,5 +461,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
     near = did_you_mean(str(first["input"])[:30], expected.split("'")[1::2])  # the allowed names are quoted
-    near = near or (comma_hint(str(first["input"])[:30]) if "number" in expected or "integer" in expected else "")
+    if not near and ("number" in expected or "integer" in expected):
+        near = comma_hint(str(first["input"])[:30], whole="integer" in expected)
     return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}{near}"

@@ -17,17 +17,33 @@ LEAST_BARE_MEMORY = 1_000_000  # bytes; a smaller number without a unit is taken
 _NUMBER = r"(?P<value>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 
 
-def unreadable(expected: str, text: str) -> argparse.ArgumentTypeError:
+def unreadable(expected: str, text: str, whole: bool = False) -> argparse.ArgumentTypeError:
     """Return the error for a text that is not what was expected, with the number that a comma in it may mean."""
-    return argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{comma_hint(text)}")
+    return argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{comma_hint(text, whole)}")
 
 
-def comma_hint(text: str) -> str:
-    """Return `; write 0.30` for a text with a decimal comma, `; write 1000` for commas between thousands, else ""."""
-    if re.search(r"(?<![\d.,])[1-9]\d{0,2}(,\d{3})+(?![\d,])", text):
-        return f"; write {text.strip().replace(',', '')}"
-    pointed = re.sub(r"(?<=\d),(?=\d)", ".", text.strip())
+def comma_hint(text: str, whole: bool = False) -> str:
+    """Return `; write 0.30` for a text with a decimal comma, `; write 1000` for commas between thousands, else "".
+
+    Args:
+        text: What somebody typed. Points between thousands are explained, too: 1.000,5 is 1000.5.
+        whole: Whether a whole number is due, so that no other number is suggested, and 1.000 is 1000.
+    """
+    pointed = re.sub(r"\d[\d.,]*(?<=\d)", lambda found: _pointed(found[0], whole), text.strip())
     return f"; write {pointed}" if pointed != text.strip() else ""
+
+
+def _pointed(number: str, whole: bool) -> str:
+    """Return a number with a point before its fraction and nothing between thousands, if it can be read only so."""
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+(\.\d+)?", number):
+        found = number.replace(",", "")
+    elif re.fullmatch(r"[1-9]\d{0,2}((\.\d{3})+,\d+|(\.\d{3}){2,})", number):
+        found = number.replace(".", "").replace(",", ".")
+    elif whole and re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", number):
+        found = number.replace(".", "")
+    else:
+        found = re.sub(r"^(\d+),(\d+)$", r"\1.\2", number)
+    return number if whole and "." in found else found
 
 
 def duration_s(text: str) -> float:
@@ -62,10 +78,30 @@ def memory_bytes(text: str) -> int:
     """
     size, bare = size_bytes(text), text.strip()
     if size < LEAST_BARE_MEMORY and not bare[-1].isalpha():
-        raise argparse.ArgumentTypeError(
-            f"expected a size with a unit, such as 8GB; got {text!r}; did you mean {bare}GB?"
-        )
+        meant = f"did you mean {bare}GB?" if size < 1000 else f"in bytes it is {size}B"
+        raise argparse.ArgumentTypeError(f"expected a size with a unit, such as 8GB; got {text!r}; {meant}")
     return size
+
+
+def memories_bytes(text: str) -> tuple[int, ...]:
+    """Return the bytes in each part of a comma-separated text such as 800MB,16GB; each part is read by `memory_bytes`.
+
+    Raises:
+        ArgumentTypeError: As `memory_bytes`; if at most the last part has a unit, with what the text may mean.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        return tuple(map(memory_bytes, parts))
+    except argparse.ArgumentTypeError:
+        numbers = re.fullmatch(r"[\d.,\s]*\d,[\d.,\s]*\d\s*(?P<unit>[kmgt]?b?)", text, re.IGNORECASE | re.ASCII)
+        if numbers is None:
+            raise
+    unit = numbers["unit"]
+    several = ",".join(f"{part.removesuffix(unit)}{unit or 'GB'}" for part in parts)
+    one = f"{comma_hint(text)} for one size, or" if unit and comma_hint(text) else "; write"
+    plain = unit or all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts)
+    meant = f"{one} {several}" if plain else ""
+    raise argparse.ArgumentTypeError(f"expected sizes with units, such as 800MB,16GB; got {text!r}{meant}")
 
 
 def count(text: str) -> float:

@@ -31,6 +31,7 @@ from decentral.engine import accelerator, checkpoint, measure
 from decentral.engine.checkpoint import RetainedStateStore
 from decentral.engine.heap import return_free_pages
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
+from decentral.engine.memory import most_sequences
 from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.engine.span import Span
 from decentral.engine.step import (
@@ -66,6 +67,7 @@ class ComputeSetup:
     state_expected: bool = False  # True: leave the weights unset, since a checkpoint or other peers will provide them
     kernels: OuterKernels | None = None  # computes gossip's formulas; None means plain torch (`TorchKernels`)
     report_s: Seconds = 0.0  # minimum seconds between two reports of steps; each report delays training
+    memory_bytes: float = math.inf  # memory for the model, which limits micro-batches if `train.micro_batch` is auto
 
 
 class Compute(JobRunner):
@@ -107,7 +109,9 @@ class Compute(JobRunner):
         self.held_out = setup.corpus.evaluation(run.eval_sequences)
         size = run.train.micro_batch
         if size == "auto":
-            size = 1 if ranks.sharded else measure.micro_batch(span.forward, run.model, setup.device)
+            begin, end = span.fragments[0].index, span.fragments[-1].index + 1
+            most = most_sequences(run, setup.device, begin, end, setup.memory_bytes, measure.LARGEST)
+            size = 1 if ranks.sharded else measure.micro_batch(span.forward, run.model, setup.device, most)
         self.sequences = size
 
     @property

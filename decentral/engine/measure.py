@@ -106,15 +106,17 @@ def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, mic
     return _trained_s(forward, model, device, micro_batch, device.ranks)
 
 
-def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device) -> int:
+def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device, most: int = LARGEST) -> int:
     """Return the smallest number of sequences whose tokens/s are at least GOOD_ENOUGH of the highest that is measured.
+
+    Micro-batches of more than `most` sequences are not tried.
 
     Raises:
         UserError: If not even one sequence fits into the device's memory.
     """
     rates: dict[int, float] = {}
     size = 1
-    while size <= LARGEST and (not rates or rates[size // 2] > GOOD_ENOUGH * max(rates.values())):
+    while size <= most and (not rates or rates[size // 2] > GOOD_ENOUGH * max(rates.values())):
         try:
             rates[size] = size / _trained_s(forward, model, device, size)
         except torch.OutOfMemoryError:

@@ -134,6 +134,27 @@ def needs_on(run: config.Config, device: Device, divided: bool = False) -> Memor
     return part_of(found, run, device.ranks.size) if divided else found
 
 
+def with_micro_batch(run: config.Config, sequences: int) -> config.Config:
+    """Return a copy of a config with this number of sequences in a micro-batch."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": sequences})})
+
+
+def most_sequences(run: config.Config, device: Device, begin: int, end: int, memory_bytes: float, largest: int) -> int:
+    """Return the most sequences of a micro-batch that fit into memory: a power of two, at least 1, at most `largest`.
+
+    Args:
+        run: The run's config, whose `train.micro_batch` does not count.
+        device: The device.
+        begin: The first fragment that the peer holds.
+        end: The fragment after the last one.
+        memory_bytes: The memory for the model, bytes.
+        largest: A power of two.
+    """
+    sizes = (largest >> halvings for halvings in range(largest.bit_length()))
+    needed = ((size, needs_on(with_micro_batch(run, size), device)) for size in sizes)
+    return next((size for size, found in needed if found.span_bytes(begin, end) <= memory_bytes), 1)
+
+
 def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
     """Return the bytes that each fragment takes on one rank of an island whose ranks divide the model equally.
 

@@ -1,15 +1,17 @@
 """The parsed flags of `decentral.peer` (`StartFlags`), and the inputs of one start of a peer (`PeerStart`)."""
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import is_private
-from decentral.core.config import Config, load
+from decentral.core.config import OWN_KEYS, Config, load, tree_of
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
+from decentral.core.own_inputs import FLAGS, NOTHING_NAMED, OwnInputs
 from decentral.core.units import Amount, Seconds
 from decentral.peers.startup.invitation_files import founded
 from decentral.peers.startup.state import PeerFlags, StateFolder
@@ -75,12 +77,31 @@ class StartFlags:
         if kept and self.say_config and self._config_in_place_of(kept[1]).digest() != kept[1].digest():
             settled = "whose config cannot change, and differs from these CONFIG and --set"
             raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
+        if kept and self.say_config:
+            self._require_kept_inputs(kept, folder)
         if self.private and (self.join or (kept and not founded(folder))):
             raise UserError("--private begins a new swarm; leave it out to join one, or to resume a peer")
         if self.invite and not (self.join or kept):
             raise UserError("--invite is for an existing swarm: give --join ADDR, the address of one of its peers")
         if self.invite and kept and not is_private(kept[0]):
             raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
+
+    def _require_kept_inputs(self, kept: tuple[RunId, Config], folder: Path) -> None:
+        """Raise UserError if CONFIG or --set names another own file or upload destination than the folder's run.
+
+        The folder's values are used, and only flags change them; so a value that no flag replaces must be the same.
+        """
+        said, known = tree_of(self.config, self.overrides), kept[1].model_dump(by_alias=True)
+        for section, fields in OWN_KEYS.items():
+            values = said.get(section)
+            for key, field_name in fields.items():
+                given = values.get(key) if isinstance(values, dict) else None
+                old, flag = known[section][key], FLAGS[field_name]
+                if given is None or getattr(self.own, field_name) is not None or _same_place(given, old):
+                    continue
+                change = f"change it by decentral.peer --state-dir {quote(str(folder))} {flag} {quote(str(given))}"
+                belongs = f"{folder} belongs to run {kept[0]}, where {section}.{key} is {old or 'not set'}, not {given}"
+                raise UserError(f"{belongs}; leave {section}.{key} out, or {change}")
 
     def _config_in_place_of(self, kept: Config) -> Config:
         """Return the config of CONFIG and --set, but with the paths and digests of own files that `kept` has.
@@ -92,6 +113,11 @@ class StartFlags:
         model = found.model.model_copy(update={"weights": kept.model.weights})
         data = found.data.model_copy(update={"tokenizer_digest": kept.data.tokenizer_digest})
         return found.model_copy(update={"model": model, "data": data})
+
+
+def _same_place(one: str, other: str | None) -> bool:
+    """Return whether two texts are equal, or paths of the same file; state folders have absolute paths."""
+    return other is not None and (one == other or os.path.realpath(one) == os.path.realpath(other))
 
 
 @dataclass(frozen=True, slots=True)

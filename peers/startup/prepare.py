@@ -161,9 +161,13 @@ async def prepare(
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
     shared.starting("building the model")
     computing = replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S)
-    compute, restored = _built(start, access, computing)
+    compute, restored = _built(start, access, replace(computing, memory_bytes=claimed.memory_bytes))
     start.warnings.extend([*corpus.warnings, *_not_compiled(run.train.compile, device)])
-    needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
+    needs = memory.needs_on(memory.with_micro_batch(run, compute.sequences), device)
+    if run.train.micro_batch == "auto":  # claimed with one sequence
+        begin, end = compute.fragments[0].index, compute.fragments[-1].index + 1
+        claimed = replace(claimed, capacity=needs.capacity(begin, end, claimed.memory_bytes))
+    swarm = Look(access.directory, access.run, own.peer)
     await swarm.measure()
     profile = _profile(flags.peer, folder, compute, claimed)
     setup = NodeSetup(

@@ -23,7 +23,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
-from decentral.core.peer_folders import CHECKPOINT
+from decentral.core.peer_folders import CHECKPOINT, KEY
 from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
 from decentral.core.units import KiB, Measured
@@ -328,10 +328,7 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
     if (path / "run.json").exists():
         return
     refuse_model(path)
-    if inside := _peers_in(path):
-        raise UserError(
-            f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
-        )
+    refuse_swarm(path)
     there = path.exists()
     beside = _peers_in(path.parent)
     if not (says_run or (says_peer and not beside)) and (not there or _made_by_a_start(path)):
@@ -345,6 +342,22 @@ def refuse_model(path: Path) -> None:
     """Raise UserError if a folder is an exported model's, so that no peer's files are mixed with the model's."""
     if (path / CONFIG_FILE).exists() and not _peers_in(path):
         raise UserError(f"--state-dir {path} has a model ({CONFIG_FILE}); choose another folder for the peers' files")
+
+
+def refuse_swarm(path: Path) -> None:
+    """Raise UserError if a folder has the folders of peers and is no peer's own, where a command expects one peer's."""
+    if (inside := _peers_in(path)) and not (path / "run.json").exists():
+        raise UserError(
+            f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
+        )
+
+
+def refuse_peer(path: Path) -> None:
+    """Raise UserError if a folder is one peer's and has no folders of peers, where a command expects a swarm's."""
+    if any((path / name).exists() for name in ("run.json", KEY)) and not _peers_in(path):
+        whole = f"for its whole swarm give --state-dir {path.parent}; " if _peers_in(path.parent) else ""
+        alone = f"for this peer alone: decentral.peer --state-dir {path}"
+        raise UserError(f"--state-dir {path} is the folder of one peer; {whole}{alone}")
 
 
 def _made_by_a_start(folder: Path) -> set[str]:

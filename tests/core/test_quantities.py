@@ -5,7 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from decentral.core.quantities import comma_hint, count, duration_s, memory_bytes, rate_bytes, size_bytes
+from decentral.core.quantities import (
+    comma_hint,
+    count,
+    duration_s,
+    memories_bytes,
+    memory_bytes,
+    rate_bytes,
+    size_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +71,25 @@ def test_the_longest_argument_is_refused_at_once(read: Callable[[str], float]) -
         ("1,000", "; write 1000"),
         ("12,000,000B", "; write 12000000B"),
         ("4090=0,35,A100=1,2", "; write 4090=0.35,A100=1.2"),
+        ("1.000,5", "; write 1000.5"),
+        ("1.234.567,8B", "; write 1234567.8B"),
+        ("1,000.5", "; write 1000.5"),
+        ("1.000.000", "; write 1000000"),
+        ("1.000", ""),
+        ("1,5,3", ""),
         ("many", ""),
         ("a,b", ""),
     ],
 )
 def test_a_comma_in_a_number_is_explained(text: str, hint: str) -> None:
     assert comma_hint(text) == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("4,5", ""), ("1.000,5", ""), ("4,000", "; write 4000"), ("4.000", "; write 4000")]
+)
+def test_no_fraction_is_proposed_where_a_whole_number_is_due(text: str, hint: str) -> None:
+    assert comma_hint(text, whole=True) == hint
 
 
 @pytest.mark.parametrize("read", [duration_s, size_bytes, count, rate_bytes])
@@ -80,4 +101,22 @@ def test_each_reader_explains_a_decimal_comma(read: Callable[[str], float]) -> N
 def test_memory_without_a_unit_is_not_taken_for_a_few_bytes() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"such as 8GB; got '8'; did you mean 8GB\?"):
         memory_bytes("8")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"got '5e5'; in bytes it is 500000B$"):
+        memory_bytes("5e5")
     assert (memory_bytes("1000B"), memory_bytes("8e9"), memory_bytes("8GB")) == (1000, 8_000_000_000, 8_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("1,5GB", "; write 1.5GB for one size, or 1GB,5GB"),
+        ("8,16", "; write 8GB,16GB"),
+        ("8, 16, 24GB", "; write 8GB,16GB,24GB"),
+        ("1.000,5", ""),
+    ],
+)
+def test_sizes_without_units_are_explained_as_a_whole(text: str, meant: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        memories_bytes(text)
+    assert str(error.value) == f"expected sizes with units, such as 800MB,16GB; got {text!r}{meant}"
+    assert memories_bytes("800MB, 1.5GB,2000000") == (800_000_000, 1_500_000_000, 2_000_000)

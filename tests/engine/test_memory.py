@@ -14,7 +14,7 @@ from benchmarks.shapes import SIZES
 from decentral.core import config, memory_needs
 from decentral.core.errors import UserError
 from decentral.core.jobs import MOST_UNDER_WAY
-from decentral.engine import memory
+from decentral.engine import measure, memory
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.step import Chain, Device
@@ -181,6 +181,22 @@ def test_a_whole_model_on_a_cpu_is_claimed_at_what_training_it_took(
     """A process's peak of memory while closed windows of all fragments waited to be merged (benchmarks/memory.py)."""
     needs = memory.needs(config.load(None, [*SIZES[size], f"train.optimizer={optimizer}"]))
     assert 1.0 <= needs.span_bytes(0, len(needs.fragments)) / 1e6 / measured_mb <= 1.15
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16])
+def test_a_micro_batch_that_is_chosen_here_fits_the_memory_that_the_user_gave(
+    setup_of: Callable[..., ComputeSetup], monkeypatch: pytest.MonkeyPatch, sequences: int
+) -> None:
+    """`decentral.peer small --memory 300MB` trained 8 sequences, which took 1,128 MB by its own count."""
+    monkeypatch.setattr(measure, "_trained_s", lambda *_: 1.0)  # so the more sequences, the faster
+    setup = setup_of()
+    fixed = memory.with_micro_batch(setup.config, sequences)
+    given = memory.needs_on(fixed, setup.device).span_bytes(0, 3) + 1000
+    train = setup.config.train.model_copy(update={"micro_batch": "auto"})
+    chosen = dataclasses.replace(setup, config=setup.config.model_copy(update={"train": train}))
+    assert Compute(dataclasses.replace(chosen, memory_bytes=given)).sequences == sequences
+    assert Compute(dataclasses.replace(chosen, memory_bytes=1000)).sequences == 1
+    assert Compute(chosen).sequences == measure.LARGEST
 
 
 def test_gradients_of_a_part_and_of_several_micro_batches_count_beside_activations() -> None:

@@ -20,7 +20,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.temporary import temporary_folder
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
-from decentral.peers.startup.state import PeerFlags, StateFolder
+from decentral.peers.startup.state import PeerFlags, StateFolder, refuse_swarm
 from decentral.peers.startup.visit import known_addresses
 
 LOADED_NETWORK = peer_network()
@@ -46,13 +46,15 @@ class PeerPlace:
         """Return the peer that the flags of decentral.doctor describe.
 
         Raises:
-            UserError: If an address of --join is not valid, or the state folder cannot be read.
+            UserError: If an address of --join is not valid, or the state folder cannot be read or is a swarm's.
         """
         for address in flags.join:
             LOADED_NETWORK.parse_address(address)
         if flags.state_dir and Path(flags.state_dir).is_dir() and not os.access(flags.state_dir, os.R_OK | os.X_OK):
             raise UserError(f"--state-dir {flags.state_dir} cannot be read; run doctor as the peer's user")
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
+        if folder:
+            refuse_swarm(folder)
         kept = _kept_flags(folder)
         running = folder is not None and disk.in_use(folder)
         wanted = flags.listen or list(kept.listen)

@@ -11,9 +11,10 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from decentral.commands.estimates.cards import OWN, card
+from decentral.commands.estimates.cards import OWN, card, cards, key
 from decentral.core import quantities
 from decentral.core.errors import UserError
 from decentral.core.plain_text import plain_text
@@ -83,21 +84,33 @@ def groups_of(text: str) -> list[PeerGroup]:
         UserError: If a part has another form, a device is unknown, a place has two links, or there are more than
             MOST_ESTIMATED peers.
     """
-    groups = [_group(part.strip()) for part in text.split(",")]
+    try:
+        groups = list(map(_group, text.split(",")))
+    except UserError:
+        if (hint := quantities.comma_hint(text)) and _is_read(hint.removeprefix("; write ")):
+            raise UserError(f"--peers expects commas between groups of peers only; got {text!r}{hint}") from None
+        raise
     places: dict[str, SharedPlace] = {}
     for group in groups:
         known, new = places.get(group.place.name), group.place
         if known and not known.assumed and not new.assumed and known != new:
             raise UserError(f"--peers: {new.name} has two different links; give its UP/DOWN once")
         places[new.name] = new if known is None or known.assumed else known
-        if not group.is_own:
-            card(group.device)
     if sum(group.count for group in groups) > MOST_ESTIMATED:
         raise UserError(f"--peers expects at most {MOST_ESTIMATED} peers; got {sum(group.count for group in groups)}")
     return [replace(group, place=places[group.place.name]) for group in groups]
 
 
+def _is_read(text: str) -> bool:
+    """Return whether each part of a text describes a group of peers."""
+    with suppress(UserError):
+        return bool(list(map(_group, text.split(","))))
+    return False
+
+
 def _group(text: str) -> PeerGroup:
+    """Return the group that a part of --peers describes. Raise UserError if it has another form or unknown device."""
+    text = text.strip()
     found = re.fullmatch(r"(?:(\d{1,6})\s*[xX*\u00d7]\s*)?([^;]*[^;\s])", text)
     words = found[2].split() if found else []
     if found is None or not words:
@@ -111,7 +124,24 @@ def _group(text: str) -> PeerGroup:
         place = words[-2] if len(words) > 2 else "home"
         raise UserError(f"--peers: a link stands behind its place, such as {place}:{last}; got {text!r}")
     named = len(words) > 1 and not LAST_OF_DEVICE.fullmatch(last)
-    return PeerGroup(count, " ".join(words[:-1] if named else words), _place(last if named else NO_PLACE))
+    group = PeerGroup(count, " ".join(words[:-1] if named else words), _place(last if named else NO_PLACE))
+    if meant := _counted_first(text):
+        raise UserError(f"--peers: write {meant}; got {text!r}")
+    if not group.is_own:
+        card(group.device)
+    return group
+
+
+def _counted_first(text: str) -> str:
+    """Return `4x4090 home` for `4 4090 home`, `4090 x4 home` or `4090x4 home`; "" for other texts."""
+    rest, space, place = text.rpartition(" ")
+    for named, end in ((text, ""), (rest, space + place)):
+        before = re.fullmatch(r"(?P<count>\d{1,6})\s+(?P<device>.+)", named)
+        behind = re.fullmatch(r"(?P<device>.+?)\s*[xX*\u00d7]\s*(?P<count>\d{1,2})", named)
+        for found in (before, behind):
+            if found and (found["device"].lower() in OWN or key(found["device"]) in cards()):
+                return f"{found['count']}x{found['device']}{end}"
+    return f"{text}x4090, with the device that you mean" if re.fullmatch(r"\d{1,3}", text) else ""
 
 
 def _place(text: str) -> SharedPlace:

@@ -169,6 +169,8 @@ def test_an_announced_address_that_others_cannot_dial_is_named(tmp_path: Path, a
     [
         ("4001", "; did you mean /ip4/0.0.0.0/tcp/4001?"),
         ("10.0.0.7:4001", "; did you mean /ip4/10.0.0.7/tcp/4001?"),
+        ("::1:4001", "; did you mean /ip6/::1/tcp/4001?"),
+        ("[::1]:4001", "; did you mean /ip6/::1/tcp/4001?"),
         ("here", ""),
         ("/ip4/300.0.0.1/tcp/4001", ""),
         ("", ""),

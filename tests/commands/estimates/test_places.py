@@ -87,6 +87,11 @@ def test_peers_of_one_place_share_its_link_and_a_peer_alone_has_it() -> None:
         ("4x4090;home", r"expects parts such as .*, with commas between them; got '4x4090;home'"),
         ("4xRTX4090 home 50/500", "a link stands behind its place, such as home:50/500; got"),
         ("4x4090 50/500", "a link stands behind its place, such as home:50/500; got"),
+        ("4 4090 home", "--peers: write 4x4090 home; got '4 4090 home'"),
+        ("4090 x4 home:50/500", "--peers: write 4x4090 home:50/500; got"),
+        ("4090x4", "--peers: write 4x4090; got"),
+        ("4, 4090 home", "--peers: write 4x4090, with the device that you mean; got '4'"),
+        ("3080, 4090 home:1,5/500", "got '3080, 4090 home:1,5/500'; write 3080, 4090 home:1.5/500"),
         ("4x4091 home", r"unknown device .4091.*did you mean RTX 4090"),
     ],
 )
