@@ -97,7 +97,6 @@ class Compute(JobRunner):
         self.setup = setup
         self._clock: Callable[[], Seconds] = time.monotonic  # while `run` runs: returns the training thread's CPU time
         self._trained = time.monotonic(), 0.0, 0.0  # (time, CPU time, trained_s) when `training_s` was last called
-        self._saving = False
         self._broken = False  # True after a failed step: jobs such as a checkpoint are still done, but no steps
         self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss the host has not read yet
         ranks = setup.device.ranks
@@ -313,14 +312,7 @@ class Compute(JobRunner):
     def _save(self) -> Program:
         yield Phase.HELD
         self.span.initialise()  # initialise the weights of a peer that stops before it has joined
-        yield Phase.BESIDE
-        while self._saving:
-            yield Phase.BESIDE
-        self._saving = True
-        try:
-            size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
-        finally:
-            self._saving = False
+        size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
         return_free_pages()
         return jobs.Saved(self.counters.own_steps, size)
 

@@ -8,7 +8,8 @@
 A job's program is a generator. It yields the phase in which it wants to continue, and returns the job's outcome. So a
 job's code reads from top to bottom, whichever thread runs each phase; tests and the simulator run all phases on one
 thread (`finish`). Jobs that begin in the same phase begin in the order in which they were submitted. Jobs of the same
-fragment run one after another; otherwise a merge could change the weights while another job uses an older copy.
+fragment run one after another; otherwise a merge could change the weights while another job uses an older copy. So do
+jobs that write the checkpoint.
 """
 
 import queue
@@ -135,14 +136,14 @@ class JobThreads:
         self._later: list[Task] = []  # tasks whose next EDGE phase must wait until another step was taken
         self._lock = Lock()
         self._unfinished = 0
-        self._behind: dict[int, deque[Task]] = {}  # by fragment: tasks that wait for an unfinished task of the fragment
+        self._behind: dict[object, deque[Task]] = {}  # by `_row_of`: tasks that wait for an unfinished task of the row
         self._bug: Exception | None = None
         self._beside_s: Seconds = 0.0  # processor time of the worker thread since the last `take_beside_s`
         self.report: Callable[[jobs.Outcome], None] = lambda outcome: None
         self.finishing = False  # after Finish was submitted, no more jobs come and no more steps are taken
 
     def submit(self, job: jobs.Job) -> None:
-        """Queue a job after all unfinished jobs of its fragment. Any thread may call this until Finish is submitted."""
+        """Queue a job after all unfinished jobs of its row (`_row_of`). Any thread may call this until Finish is submitted."""
         if isinstance(job, jobs.Finish):
             self.finishing = True
         else:
@@ -150,7 +151,7 @@ class JobThreads:
             task = Task(job, program, next(program))
             with self._lock:
                 self._unfinished += 1
-                begins = self._is_first_of_its_fragment(task)
+                begins = self._is_first_of_its_row(task)
             if begins:
                 self._queue(task)
         self._end_if_done()
@@ -257,28 +258,28 @@ class JobThreads:
         self.report(outcome)
         with self._lock:
             self._unfinished -= 1
-            behind = self._next_of_its_fragment(task)
+            behind = self._next_of_its_row(task)
         if behind is not None:
             self._queue(behind)
         self._end_if_done()
 
-    def _is_first_of_its_fragment(self, task: Task) -> bool:
-        """Return whether the task may begin now. If its fragment has an unfinished task, let it wait for that task."""
-        fragment = _fragment_of(task.job)
-        if fragment in self._behind:
-            self._behind[fragment].append(task)
+    def _is_first_of_its_row(self, task: Task) -> bool:
+        """Return whether the task may begin now. If its row has an unfinished task, let it wait for that task."""
+        row = _row_of(task.job)
+        if row in self._behind:
+            self._behind[row].append(task)
             return False
-        if fragment is not None:
-            self._behind[fragment] = deque()
+        if row is not None:
+            self._behind[row] = deque()
         return True
 
-    def _next_of_its_fragment(self, done: Task) -> Task | None:
-        fragment = _fragment_of(done.job)
-        if fragment is None:
+    def _next_of_its_row(self, done: Task) -> Task | None:
+        row = _row_of(done.job)
+        if row is None:
             return None
-        if self._behind[fragment]:
-            return self._behind[fragment].popleft()
-        del self._behind[fragment]
+        if self._behind[row]:
+            return self._behind[row].popleft()
+        del self._behind[row]
         return None
 
     def _queue(self, task: Task) -> None:
@@ -299,6 +300,6 @@ class JobThreads:
             self._beside.end()
 
 
-def _fragment_of(job: jobs.Job) -> int | None:
-    fragment: int | None = getattr(job, "fragment", None)
-    return fragment
+def _row_of(job: jobs.Job) -> object:
+    """Return what the jobs that must not run at the same time have in common; None: this job waits for no other."""
+    return jobs.Save if isinstance(job, jobs.Save) else getattr(job, "fragment", None)

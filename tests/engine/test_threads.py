@@ -83,7 +83,7 @@ def name_of(one: jobs.Job | jobs.Outcome) -> str:
 
 
 def number_of(one: jobs.Job | jobs.Outcome) -> int:
-    number: int = getattr(one, "local_id" if hasattr(one, "local_id") else "fragment")
+    number: int = getattr(one, "local_id", getattr(one, "fragment", 0))
     return number
 
 
@@ -274,6 +274,16 @@ def test_jobs_of_a_fragment_are_done_one_after_another_and_others_do_not_wait_fo
     ours = [line for line in log if line.startswith("b")]
     assert ours == ["b edge", "b beside", "b edge", "b reported"] * 2
     assert log.index("c edge") < log.index("step")
+
+
+def test_one_checkpoint_is_written_after_another(two: Two) -> None:
+    """The last one of a peer that stops began while the worker still wrote the one before."""
+    for _ in range(2):
+        two.submit(jobs.Save(), HELD, BESIDE)
+    two.submit(job("b"), BESIDE)
+    two.worker.start()
+    ours = [line for line in two.end() if not line.startswith("b")]
+    assert ours == ["a held", "a beside", "a reported"] * 2
 
 
 def test_the_worker_s_time_is_taken_once(two: Two) -> None:
