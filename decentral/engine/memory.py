@@ -10,8 +10,8 @@
     for each parameter of the largest fragment
         16 bytes: vectors that exist while the fragment's update is published, merged or sent to a joining peer
     the scratch memory of an optimizer step or of a backward pass, whichever is larger
-    on a CPU, in a peer with the whole model, for each of `train.recompute`, `train.accumulate` and `model.lora`
-        HEAP_SHARE of a micro-batch's activations in front of the head: freed memory that does not suit the next tensors
+    on a CPU, in a peer with the whole model, with `train.recompute`, `train.accumulate` or `model.lora`
+        HEAP_SHARES of a micro-batch's activations in front of the head: freed memory that suits no later tensor
     for each micro-batch between its forward and its backward pass
         the tensors that autograd keeps (`activation_bytes`), and the encoded output
 
@@ -47,10 +47,10 @@ ROTARY_BYTES = 8  # a block has two fp32 tables of rotary positions: this many b
 MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more: the mean, layers, a temporary result
 SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
 SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
-# On a CPU, the heap keeps freed tensors that suit no later one. For each of `train.recompute`, `train.accumulate` and
-# `model.lora` they take this share of the activations in front of the head (measured with 0.5 to 13 M parameters: 0.06
-# to 0.61). Without these keys, gradients take their place.
-HEAP_SHARE = 0.5
+# On a CPU, the heap keeps freed tensors that suit no later one: with `train.recompute`, `train.accumulate` and
+# `model.lora` these shares of the activations in front of the head (measured with 0.5 to 85 M parameters: 0.06 to 0.61,
+# and 0.65 to 0.73 with `model.lora`). Without these keys, gradients take their place.
+HEAP_SHARES = 0.5, 0.5, 0.75
 ROUNDING_BYTES = 12  # a step takes this many bytes per bf16 parameter: fp32 weight, fp32 gradient, bits for rounding
 WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this many bytes per parameter
 MASK_BYTES = 5  # windowed attention takes this many bytes per pair of positions: a boolean and a float mask
@@ -205,7 +205,8 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
 def _kept_bytes(run: config.Config) -> int:
     """Return the bytes of freed tensors that a process with the whole model keeps, if its device is a CPU."""
     reasons = run.train.recompute, run.train.accumulate > 1, run.model.lora is not None
-    return int(HEAP_SHARE * sum(reasons) * _tokens(run) * sum(activation_bytes(run.model)[:-1]))
+    share = sum(share for share, applies in zip(HEAP_SHARES, reasons, strict=True) if applies)
+    return int(share * _tokens(run) * sum(activation_bytes(run.model)[:-1]))
 
 
 def activation_bytes(model: config.ModelConfig) -> list[int]:
