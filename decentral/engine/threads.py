@@ -143,7 +143,7 @@ class JobThreads:
         self.finishing = False  # after Finish was submitted, no more jobs come and no more steps are taken
 
     def submit(self, job: jobs.Job) -> None:
-        """Queue a job after all unfinished jobs of its row (`_row_of`). Any thread may call this until Finish is submitted."""
+        """Queue a job after all unfinished jobs of its row (`_row_of`). Any thread may call this until Finish comes."""
         if isinstance(job, jobs.Finish):
             self.finishing = True
         else:
