@@ -134,7 +134,7 @@ def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: 
     world = world_of(parts, per_step=1)
     origin = world.peers[PeerId("A")].routes
     origin.load.set_stage(dataclasses.replace(origin.stage, capacity=1))
-    origin.window.size = 1
+    origin.in_flight.size = 1
     carried(world, 60)
     whole = Compute(with_span(setup_of("A"), None, optimizer=optimizer))
     for _ in range(60):
