@@ -48,7 +48,7 @@ from decentral.core.errors import UserError
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.sync import evolve, gcma
 from decentral.scheduler.sync.layout_cost import best_layout, problem_of
-from decentral.scheduler.sync.plan import sync_plan
+from decentral.scheduler.sync.sync_plan import sync_plan
 from decentral.scheduler.throughput import layer_costs, max_flow, milp, solvers, span_search
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.span_search import FlowProblem
@@ -90,7 +90,7 @@ def compilation(seed: int, _scale: float) -> None:
     for solver in ("genetic", "annealing", "gcma"):
         code = (
             "import time; from decentral.scheduler.topology import search_budget, topology; "
-            "from decentral.scheduler.sync import plan as sync_plan; "
+            "from decentral.scheduler.sync import sync_plan; "
             "spot, begin = topology.load('spot'), time.process_time(); "
             f"sync_plan.sync_plan(spot, {solver!r}, 0, search_budget.SearchBudget(rounds=1)); "
             "print(time.process_time() - begin)"

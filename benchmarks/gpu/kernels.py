@@ -13,6 +13,7 @@ from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import Scale
 from benchmarks.kernels import measured
 from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.cuda_source import SIGNS_ARGUMENT
 from decentral.comm.gossip.kernel_choice import best_kernels
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
     towards = encoded("int8", vectors[0]).repeat(TOWARDS)
     factors = torch.full((STEPS + TOWARDS + 4,), 0.25, device=device)
     squares, peaks = kernels._results(blocks)
-    for code, signs in (("q4", 0), ("q1", 1)):
+    for code, signs in SIGNS_ARGUMENT.items():
         counts = np.int64(n), np.int64(0), np.int64(blocks), np.int32(signs)
         arguments: list[Tensor | np.integer] = [*vectors, *counts, blob, squares, peaks]
         yield f"close {code}", 4 * FP32 * n + len(blob), partial(kernels._launch, "close_q4", WARP * blocks, arguments)

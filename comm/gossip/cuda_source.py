@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC
+
 COMPILE_OPTIONS = ("--fmad=false",)  # without fused multiply-add, and with denormals, CUDA rounds as the CPU does
+
+# By codec that the kernel close_q4 computes: its argument `signs`, whether to send one bit of each number.
+SIGNS_ARGUMENT = {PSEUDO_GRADIENT_CODEC: False, ONE_BIT_CODEC: True}
 
 SOURCE = r"""
 typedef unsigned char byte;

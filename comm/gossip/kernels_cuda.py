@@ -20,16 +20,9 @@ from torch import Tensor
 
 from decentral.comm.codecs import blockwise, compiled_blocks
 from decentral.comm.codecs.compiled_blocks import Bytes
-from decentral.comm.gossip.cuda_source import COMPILE_OPTIONS, SOURCE, check_arguments
+from decentral.comm.gossip.cuda_source import COMPILE_OPTIONS, SIGNS_ARGUMENT, SOURCE, check_arguments
 from decentral.comm.gossip.kernels_cpu import CompiledKernels, factors_of, stacked
-from decentral.comm.gossip.outer_kernels import (
-    ONE_BIT_CODEC,
-    PSEUDO_GRADIENT_CODEC,
-    SLOW_WEIGHTS_CODEC,
-    SPARSE_CODEC,
-    OuterVectors,
-    Weighted,
-)
+from decentral.comm.gossip.outer_kernels import PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC, OuterVectors, Weighted
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
@@ -74,10 +67,13 @@ class CudaKernels(CompiledKernels):
     def close(
         self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
     ) -> tuple[bytes, float]:
-        """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`)."""
-        if code == SPARSE_CODEC:  # the largest numbers are chosen on the CPU
+        """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`).
+
+        The CPU computes codecs that are not in `SIGNS_ARGUMENT`.
+        """
+        if code not in SIGNS_ARGUMENT:
             return super().close(snapshot, baseline, residual, code)
-        n, blocks, signs = len(residual), -(-len(residual) // 128), np.int32(code == ONE_BIT_CODEC)
+        n, blocks, signs = len(residual), -(-len(residual) // 128), np.int32(SIGNS_ARGUMENT[code])
         if not n:
             return b"", 0.0
         with self._slots[0].entered():

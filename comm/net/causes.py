@@ -2,6 +2,7 @@
 
 import errno
 import re
+from enum import Enum, auto
 
 from decentral.comm.wire.transport import AskError
 from decentral.core.reasons import Reason
@@ -12,6 +13,16 @@ OTHER_PEER = re.compile(r"peer id mismatch: expected \S+, but remote key matches
 ANOTHER = "another peer"  # the cause begins with this if a peer with another id answers at the dialled address
 FAILED_AT = re.compile(r"\* \[(\S+)\] (?!dial backoff)")  # matches an address that libp2p dialled in vain
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # out of file handles, or out of memory
+
+
+class DialFailure(Enum):
+    """Kinds of failed dials, for which a user can do different things."""
+
+    NOBODY_LISTENS = auto()
+    ANOTHER_PEER = auto()
+    NO_ROUTE = auto()
+    SILENCE = auto()
+    OTHER = auto()
 
 
 def failure(error: BaseException) -> AskError:
@@ -28,6 +39,17 @@ def last_line(error: BaseException) -> str:
     if lines and (other := OTHER_PEER.search(lines[-1])):
         return f"{ANOTHER} ({other[1]}) answers there"[:200]
     return BEFORE_CAUSE.sub("", lines[-1].strip())[:200] if lines else type(error).__name__
+
+
+def dial_failure(detail: str) -> DialFailure:
+    """Return the kind of a failed dial, by the text of `AskError.detail` (see `last_line`)."""
+    if "connection refused" in detail:
+        return DialFailure.NOBODY_LISTENS
+    if detail.startswith(ANOTHER):
+        return DialFailure.ANOTHER_PEER
+    if "no route" in detail or "unreachable" in detail:
+        return DialFailure.NO_ROUTE
+    return DialFailure.SILENCE if "timeout" in detail.lower() or "deadline" in detail else DialFailure.OTHER
 
 
 def failed_at(text: str) -> list[str]:

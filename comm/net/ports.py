@@ -83,6 +83,25 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
     raise UserError(f"cannot listen on {', '.join(addresses)}: no common port is free; name a port in each address")
 
 
+def chosen(addresses: Sequence[str], wanted: Sequence[str] = ()) -> dict[str, str]:
+    """Return, for each `tcp/0` address, the same address with the port that the system chose, if it chose one port.
+
+    Args:
+        addresses: The addresses at which this process listens, with their ports.
+        wanted: The addresses of --listen; the result has those with `tcp/0`, and the default ones.
+    """
+    by_protocol: dict[str, set[str]] = {}  # "ip4" or "ip6" -> ports in use
+    for address in addresses:
+        if "/tcp/" in address:
+            by_protocol.setdefault(address.split("/")[1], set()).add(address.split("/tcp/")[1].split("/")[0])
+    every, found = {port for used in by_protocol.values() for port in used}, {}
+    for place in (ALL_IPV4, ALL_IPV6, LOOPBACK, *(one for one in wanted if one.endswith("/tcp/0"))):
+        numbers = by_protocol.get(place.split("/")[1], every)
+        if len(numbers) == 1:
+            found[place] = place.removesuffix("0") + min(numbers)
+    return found
+
+
 def require_multiaddr(address: str, flag: str) -> None:
     """Raise UserError, which names the flag, unless the text has the form of a multiaddr.
 

@@ -2,7 +2,7 @@
 
 An execution is a micro-batch's forward and backward pass through one peer.
 Start with `Admission.requested`, which accepts or refuses another peer's execution, and `OwnMicroBatches.begin`.
-`MicroBatchWindow` (window.py) decides how many of our own micro-batches are in flight.
+`InFlightLimit` (in_flight.py) decides how many of our own micro-batches are in flight.
 
 Memory is counted in micro-batches through all layers of this peer (`StageConfig.memory_share`). An execution in state
 IN_DOUBT waits only for the origin peer's decision; its activations are freed, and it takes no memory. If the previous
@@ -25,8 +25,8 @@ from decentral.comm.pipeline.execution import (
 )
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, Forwarding
+from decentral.comm.pipeline.in_flight import InFlightLimit
 from decentral.comm.pipeline.stage import StageConfig
-from decentral.comm.pipeline.window import MicroBatchWindow
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
     Done,
@@ -65,7 +65,7 @@ class Admission:
 
     table: ExecutionTable
     forwarding: Forwarding
-    window: MicroBatchWindow
+    in_flight: InFlightLimit
     active: bool = False
     draining: bool = False  # True while this peer refuses new executions, and only finishes present ones
     round: int = 0  # current round of synchronous training (comm/rounds/round.py); 0 if asynchronous
@@ -203,12 +203,14 @@ class Admission:
     def may_begin(self, own: int) -> bool:
         """Return whether one more of our own micro-batches may begin.
 
-        It must fit in the window and in memory, the job queue must not be full, and no step must be due.
+        The limit and memory must have room for it, the job queue must not be full, and no step must be due.
 
         Args:
             own: How many of our own micro-batches are in flight.
         """
-        return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
+        return (
+            not self.table.jobs.full and self.has_memory(0) and own < self.in_flight.size and not self.table.step_waits
+        )
 
     def _younger(self, first: int, order: tuple[Seconds, str, int]) -> list[ForwardedExecution] | None:
         """Return the executions to give up, so that there is memory for one that enters at layer `first`.
@@ -266,7 +268,7 @@ class Admission:
         usual = own / own_count if own_count else 1.0
         # Reserve memory for our part of the micro-batches that are begun, since no other peer can begin them.
         part = min(1.0, OWN_TIMES * self.forwarding.begun_part)
-        wanted = part * min(self.window.size * usual, capacity - kept) - own
+        wanted = part * min(self.in_flight.size * usual, capacity - kept) - own
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
 
@@ -310,11 +312,11 @@ class OwnMicroBatches:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    quota: int | None = None  # how many micro-batches may still begin; None: as many as the window allows
+    quota: int | None = None  # how many micro-batches may still begin; None: as many as the limit allows
     look_at: Seconds | None = None  # when to look again for a peer that holds the next layers; None: no need to look
 
     def begin(self, now: Seconds) -> list[Effect]:
-        """Return the jobs that begin new micro-batches, as many as quota, window and training thread allow."""
+        """Return the jobs that begin new micro-batches, as many as quota, limit and training thread allow."""
         jobs: list[Effect] = []
         self.look_at = None
         stage = self.admission.stage
@@ -358,7 +360,7 @@ class OwnMicroBatches:
             last=last,
             memory_share=self.admission.stage.memory_share(0, last),
             started_at=now,
-            until=now + self.admission.window.budget_s(),
+            until=now + self.admission.in_flight.budget_s(),
             drawn=now,
             round=self.admission.round,
         )

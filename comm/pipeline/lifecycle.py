@@ -161,8 +161,8 @@ class ExecutionLifecycle:
         if isinstance(execution, OwnExecution):
             execution.name(done.number)
         self.forwarding.load.forward_done(execution, done.tokens)
-        if isinstance(execution, OwnExecution) and self.admission.window.typical_s is None:
-            limit_s = self.admission.window.budget_s(self.forwarding.route_s(execution))
+        if isinstance(execution, OwnExecution) and self.admission.in_flight.typical_s is None:
+            limit_s = self.admission.in_flight.budget_s(self.forwarding.route_s(execution))
             execution.until = execution.started_at + limit_s
         return self.forwarding.send(execution, now, "forward pass done")
 
@@ -183,7 +183,7 @@ class ExecutionLifecycle:
             route = tuple(PeerId(hop.peer) for hop in hops)
             # If memory is counted by layers, more micro-batches than `capacity` fit that run through few of ours.
             most = MOST_UNDER_WAY if self.admission.stage.activations else self.admission.stage.capacity
-            self.admission.window.done(now - execution.started_at, route, most)
+            self.admission.in_flight.done(now - execution.started_at, route, most)
             self.table.commits.commit(execution.id, hops, done.tokens)
             self.table.end(execution, ExecutionEvent.COMPLETED, "complete")
             self.table.ledger.completed(execution.local_id, hops)
@@ -275,7 +275,7 @@ class ExecutionLifecycle:
                 elif execution.state is AWAY and hop is not None:
                     self.forwarding.ran_out(hop, now)
                 if execution.own:
-                    self.admission.window.ran_out(execution.started_at, now)
+                    self.admission.in_flight.ran_out(execution.started_at, now)
                 effects += self.table.give_up(execution, Reason.LATE)
             elif hop is not None and execution.state is AWAY and now >= hop.place.due:
                 match hop.place:

@@ -24,6 +24,7 @@ from decentral.comm.pipeline.commits import CommitProtocol
 from decentral.comm.pipeline.execution import GONE, StageExecution
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
+from decentral.comm.pipeline.in_flight import FULL, LARGE_STEP, LEAN, InFlightLimit
 from decentral.comm.pipeline.ledger import Ledger
 from decentral.comm.pipeline.lifecycle import ExecutionLifecycle
 from decentral.comm.pipeline.stage import RouteView, StageConfig, StageLoad
@@ -35,7 +36,6 @@ from decentral.comm.pipeline.tags import (
     OfferTag,
     PresenceTag,
 )
-from decentral.comm.pipeline.window import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
@@ -63,11 +63,11 @@ class Router:
         full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
         stages = -(-stage.layers // (stage.last - stage.first))
         self.ledger = ledger
-        self.window = MicroBatchWindow(FULL if full else LEAN, max(2, min(stages, stage.capacity)))
+        self.in_flight = InFlightLimit(FULL if full else LEAN, max(2, min(stages, stage.capacity)))
         self.load, self.commits = StageLoad(stage, view), CommitProtocol(stage.run, stage.peer)
         self.table = ExecutionTable(self.load, ledger, self.commits)
         self.forwarding = Forwarding(view, self.load, self.table)
-        self.admission = Admission(self.table, self.forwarding, self.window)
+        self.admission = Admission(self.table, self.forwarding, self.in_flight)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
         self.audits = RouteAudits(self.forwarding, chance)
         self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.audits)

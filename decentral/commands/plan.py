@@ -131,8 +131,8 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
             report=lambda used, best: show(used, f"{objective}: best {best:.5g}"),
         )
         if objective == "sync":
-            from decentral.scheduler.sync.plan import sync_plan
             from decentral.scheduler.sync.step_needs import UTILISATION
+            from decentral.scheduler.sync.sync_plan import sync_plan
 
             utilisation = UTILISATION if options.join is None else 1.0  # live peers' FLOP/s are those of training
             return sync_plan(topology, options.solver, options.seed, budget, utilisation)
@@ -192,7 +192,7 @@ def _compare(topology: Topology, swarm: LiveSwarm | None, options: argparse.Name
     """Run all solvers of the objective; print or draw the best plan of each over its search time."""
     sync = _objective(options) == "sync"
     if sync:
-        from decentral.scheduler.sync.plan import solver_records
+        from decentral.scheduler.sync.sync_plan import solver_records
 
         records, title = solver_records(topology, options.seed, options.seconds, time.monotonic), "all solvers"
     else:

@@ -43,11 +43,11 @@ MicroBatches = Callable[[int, int], tuple[Tensor, Tensor]]
 Hashes = npt.NDArray[np.uint32]
 Positions = npt.NDArray[np.int64]
 
-LEAST_WINDOWS = 20  # a text with fewer windows (training sequences) is refused, since no part of it could be held out
+LEAST_SEQUENCES = 20  # a text with fewer sequences is refused, since no part of it could be held out
 TEXT = "**/*.txt"  # without data.glob, a folder's files that match this pattern are read
 CHUNK_TOKENS = 1 << 24  # a file's tokens are checked in chunks of this size, so a huge file does not fill the memory
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_WINDOW = 32  # each hash covers this many consecutive tokens
+_HASHED = 32  # each hash covers this many consecutive tokens
 _USUAL, _LONGEST = 4, 8  # mean and longest length of a stretch, as multiples of the shortest length
 _SAMPLES = 2  # this many hashes are sampled on average from a stretch of the shortest length
 BLOCK_TOKENS = 1 << 16  # tokens are hashed in blocks of this size, which fit into the cache of a core
@@ -75,22 +75,22 @@ class TrainingData(Protocol):
         """Warnings for the user about the data. The list is complete after the call of `micro_batches`."""
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """Return inputs_BT and targets_BT, int64 on the CPU: held-out windows, the same in every call."""
+        """Return inputs_BT and targets_BT, int64 on the CPU: held-out sequences, the same in every call."""
 
     def micro_batches(self, reading: Reading) -> MicroBatches:
         """Return the function that returns micro-batches; it continues streamed data at the reader's saved position."""
 
 
 def batch_of(
-    windows_BT: npt.NDArray[np.generic], learned_BT: npt.NDArray[np.bool_] | None = None
+    sequences_BT: npt.NDArray[np.generic], learned_BT: npt.NDArray[np.bool_] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return inputs_BT and targets_BT, int64 on the CPU; each target is the next input.
 
     Args:
-        windows_BT: Tokens of the windows, with T + 1 positions.
+        sequences_BT: Tokens of the sequences, with T + 1 positions.
         learned_BT: (B, T + 1), True if the loss counts the token; if False, the target is MASKED. None: all True.
     """
-    tokens_BT = torch.from_numpy(windows_BT.astype(np.int64))
+    tokens_BT = torch.from_numpy(sequences_BT.astype(np.int64))
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
     if learned_BT is not None and not learned_BT.all():
         targets_BT = targets_BT.where(torch.from_numpy(learned_BT[:, 1:]), MASKED)
@@ -99,7 +99,7 @@ def batch_of(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The positions at which a window may begin, as intervals: `counts[i]` positions from `starts[i]` on."""
+    """The positions at which a sequence may begin, as intervals: `counts[i]` positions from `starts[i]` on."""
 
     starts: Positions
     counts: Positions
@@ -110,16 +110,16 @@ class Runs:
         """Return the intervals that begin at `starts` and have `counts` positions."""
         return cls(starts, counts, np.cumsum(counts))
 
-    def sample(self, generator: np.random.Generator, windows: int) -> Positions:
-        """Return `windows` start positions [windows], int64, sampled uniformly with replacement from all intervals."""
-        drawn = generator.integers(self.ends[-1], size=windows)
+    def sample(self, generator: np.random.Generator, sequences: int) -> Positions:
+        """Return start positions [sequences], int64, sampled uniformly with replacement from all intervals."""
+        drawn = generator.integers(self.ends[-1], size=sequences)
         run = np.searchsorted(self.ends, drawn, side="right")
         return self.starts[run] + drawn - self.ends[run] + self.counts[run]
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The tokens of a text, and the positions at which training windows and held-out windows may begin."""
+    """The tokens of a text, and the positions at which training sequences and held-out sequences may begin."""
 
     tokens: Tokens
     context: int
@@ -128,7 +128,7 @@ class Corpus:
     warnings: list[str]
 
     def micro_batch(self, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
-        """Return inputs_BT and targets_BT, int64 on the CPU: windows sampled at random from the training text."""
+        """Return inputs_BT and targets_BT, int64 on the CPU: sequences sampled at random from the training text."""
         return self._draw(self.train, generator, sequences)
 
     def micro_batches(self, reading: Reading) -> MicroBatches:
@@ -140,7 +140,7 @@ class Corpus:
         return numbered
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """Return inputs_BT and targets_BT, int64 on the CPU: held-out windows, the same in every call."""
+        """Return inputs_BT and targets_BT, int64 on the CPU: held-out sequences, the same in every call."""
         return self._draw(self.held_out, rng.arrays(0, "held-out"), sequences)
 
     def _draw(self, runs: Runs, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
@@ -162,11 +162,11 @@ def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     """Read or map all tokens of the data, divide them into training and held-out text, and return both.
 
     Raises:
-        UserError: If the data cannot be read, have fewer than LEAST_WINDOWS * (`context` + 2) tokens, or have a token
+        UserError: If the data cannot be read, have fewer than LEAST_SEQUENCES * (`context` + 2) tokens, or have a token
             outside the vocabulary.
     """
     tokens, said = _read(data, model.vocabulary)
-    need = LEAST_WINDOWS * (model.context + 2)
+    need = LEAST_SEQUENCES * (model.context + 2)
     if len(tokens) < need:
         few = f"{data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed"
         raise UserError(f"data: {few}; give more text, or lower model.context")
@@ -228,28 +228,28 @@ def _bytes_of(paths: list[Path]) -> Tokens:
     return np.frombuffer(b"\n".join(texts), dtype=np.uint8)
 
 
-def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[Runs, Runs]:
-    """Return the positions at which training windows may begin, and the positions at which held-out windows may begin.
+def divide(tokens: npt.NDArray[np.generic], share: float, length: int) -> tuple[Runs, Runs]:
+    """Return the positions at which training sequences may begin, and those at which held-out sequences may begin.
 
     At least one stretch of the text is held out and at least one is not. So more than `share` of a short text may be
     held out.
 
     Args:
-        tokens: All tokens of the text, at least 20 * (`window` + 1).
+        tokens: All tokens of the text, at least 20 * (`length` + 1).
         share: Expected share of the stretches to hold out, between 0 and 1, both exclusive.
-        window: Length of a window in tokens.
+        length: Length of a sequence in tokens.
 
     Returns:
-        The positions for training and for held-out windows. No token is in both a training and a held-out window.
+        The positions for training and for held-out sequences. No token is in both a training and a held-out sequence.
     """
-    starts, signatures = _stretches(tokens, window + 1)
+    starts, signatures = _stretches(tokens, length + 1)
     chosen = _mixed(~signatures)  # `~` because `_candidates` samples only hashes whose `_mixed` is small
     held = (chosen < share * _ALL) & (signatures != _UNKNOWN)
     held[chosen.argmin()] |= not held.any()
     held[chosen.argmax()] &= not held.all()
     begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # indices at which `held` changes
     run_starts, kinds = starts[begins], held[begins]
-    counts = np.diff(run_starts, append=len(tokens)) - window + 1
+    counts = np.diff(run_starts, append=len(tokens)) - length + 1
     train, out = (Runs.of(run_starts[kinds == kind], counts[kinds == kind]) for kind in (False, True))
     return train, out
 
@@ -275,9 +275,9 @@ def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positio
     """Return the positions of possible cuts, and a sample of all hashes: their positions and their values."""
     cuts, places, values = [], [], []
     for begin in range(0, len(tokens), BLOCK_TOKENS):
-        before = min(begin, _WINDOW - 1)
-        hashes = _hashes(tokens[begin - before : begin + BLOCK_TOKENS].astype(np.uint32))[_WINDOW - 1 :]
-        first = begin - before + _WINDOW
+        before = min(begin, _HASHED - 1)
+        hashes = _hashes(tokens[begin - before : begin + BLOCK_TOKENS].astype(np.uint32))[_HASHED - 1 :]
+        first = begin - before + _HASHED
         cuts.append(first + np.flatnonzero(hashes < _ALL // ((_USUAL - 1) * shortest)))
         sampled = np.flatnonzero(_mixed(hashes) < min(_UNKNOWN, _SAMPLES * _ALL // shortest))
         places.append(first - 1 + sampled)

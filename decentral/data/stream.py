@@ -1,22 +1,22 @@
 """Stream a data set, tokenise it and pack it into micro-batches: `data.kind: huggingface`.
 
-    parts in this peer's order -> pieces -> tokens, packed with a separator -> windows of `context`, shuffled -> batches
+    parts in this peer's order -> pieces -> tokens, packed with separators -> shuffled sequences of `context` -> batches
 
 Start reading at `StreamReader`. In chats and completions (`data.format`) the loss counts only some tokens; all other
-tokens are masked as targets. A chat or completion that fits into one window is not split between two windows:
-separators fill up the window before it, and the loss does not count these separators. Windows in which the loss counts
-no token are left out.
+tokens are masked as targets. A chat or completion that fits into one sequence is not split between two sequences:
+separators fill up the sequence before it, and the loss does not count these separators. Sequences in which the loss
+counts no token are left out.
 
 Each peer shuffles the order of the parts of `Documents` for each epoch. So a peer reads a part only once in an epoch,
 and two peers read the same part at the same time only by chance. With `data.part: k/n` a peer reads only every n-th
 part, so n peers with different k have no part in common.
 
-A thread reads the next block of about TOKENS_AT_ONCE tokens during training, and shuffles the windows of the block. The
-file `data-position.json` contains the position of the current block, and the number of windows of the block that
-training may have used. The file is written before windows are used, with the number rounded up to the next eighth of
-the block. So a peer that restarts skips some windows, but never repeats a window.
+A thread reads the next block of about TOKENS_AT_ONCE tokens during training, and shuffles the block's sequences. The
+file `data-position.json` contains the position of the current block, and the number of sequences of the block that
+training may have used. The file is written before sequences are used, with the number rounded up to the next eighth of
+the block. So a peer that restarts skips some sequences, but never repeats a sequence.
 
-Shapes: B sequences, T positions (`context`), N windows.
+Shapes: B sequences of a micro-batch, T positions (`context`), N sequences of a block.
 """
 
 import json
@@ -39,10 +39,10 @@ from decentral.data.corpora import Reading, batch_of
 from decentral.data.documents import Documents, State, TextPiece
 from decentral.data.tokenizer import TextTokenizer
 
-MOST_TOKEN_CHARS = 8  # a window of text is assumed to need at most this many characters for each token
+MOST_TOKEN_CHARS = 8  # a sequence of text is assumed to need at most this many characters for each token
 MOST_SAVED_BYTES = 1 << 20
 POSITION_FORMAT = 2  # version of data-position.json; a release that divides the data in another way increases it
-TOKENS_AT_ONCE = 1 << 18  # a block of shuffled windows has about this many tokens; fewer at the end of an epoch
+TOKENS_AT_ONCE = 1 << 18  # a block of shuffled sequences has about this many tokens; fewer at the end of an epoch
 MARKS = 8  # the position is saved this many times in each block, so a restart skips at most an eighth of a block
 Tokens = npt.NDArray[np.uint32]
 Learned = npt.NDArray[np.bool_]
@@ -51,7 +51,7 @@ Learned = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position in a peer's data at which a block of windows begins."""
+    """Position in a peer's data at which a block of sequences begins."""
 
     epoch: int = 0
     part: int = 0  # number of parts of this epoch that were read to the end
@@ -61,8 +61,8 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
-    """A block of shuffled windows, the position at which it begins, and the position at which the next block begins."""
+class SequenceBlock:
+    """A block of shuffled sequences, the position at which it begins, and that at which the next block begins."""
 
     tokens_NT: Tokens  # T is `context` + 1, since the target of each token is the next token
     learned_NT: Learned
@@ -96,13 +96,13 @@ class TextStream:
         self.warnings: list[str] = []
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """Return inputs_BT and targets_BT, int64 on the CPU: the first windows of the held-out text.
+        """Return inputs_BT and targets_BT, int64 on the CPU: the first sequences of the held-out text.
 
-        Every call returns the same windows. If the held-out text is too short for `sequences` windows, windows of plain
-        text begin at random positions and overlap, and windows of chats and completions are repeated.
+        Every call returns the same sequences. If the held-out text is too short for so many, those of plain text begin
+        at random positions and overlap, and those of chats and completions are repeated.
 
         Raises:
-            UserError: If the held-out text is too short for one window, or no held-out chat or completion has a token
+            UserError: If the held-out text is too short for one sequence, or no held-out chat or completion has a token
                 that the loss counts.
         """
         wanted, packer, documents = sequences * self.context + 1, self.packer(), self.documents()
@@ -112,7 +112,7 @@ class TextStream:
                 break
         tokens, learned = packer.take()
         if packer.pads:
-            tokens_NT, learned_NT = _windows(tokens, learned, self.context)
+            tokens_NT, learned_NT = _sequences(tokens, learned, self.context)
             if not len(tokens_NT):
                 few = "must have at least two documents to train on, since one of them is held out; it has fewer"
                 raise UserError(f"data: {self.data.path} {few}{self.why_nothing(documents)}")
@@ -140,7 +140,7 @@ class TextStream:
 
     def documents(self, readers: int = 1) -> Documents:
         """Open the data set, divided into parts for `readers` readers, and return it."""
-        least = 1 if self.data.format != "text" else MOST_TOKEN_CHARS * (self.context + 2)  # enough text for one window
+        least = 1 if self.data.format != "text" else MOST_TOKEN_CHARS * (self.context + 2)  # enough for one sequence
         return Documents(self.data, readers=readers, tokenizer=self.path, least_held_out=least)
 
     def micro_batches(self, reading: Reading) -> "StreamReader":
@@ -158,32 +158,32 @@ class StreamReader:
         self.mark = PositionFile.of(stream, reading, self.documents.opened.fingerprint)
         stream.warnings += [said for said in (self.mark.warning, self.documents.opened.left_out) if said]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
-        self._next: Future[Windows] = self._thread.submit(self._read, self.mark.position)
+        self._next: Future[SequenceBlock] = self._thread.submit(self._read, self.mark.position)
         self._drawn = 0
-        self._here: Windows | None = None
+        self._here: SequenceBlock | None = None
 
     def __call__(self, number: int, sequences: int) -> tuple[Tensor, Tensor]:
-        """Return inputs_BT and targets_BT of the next windows, int64 on the CPU.
+        """Return inputs_BT and targets_BT of the next sequences, int64 on the CPU.
 
         Args:
-            number: Not used, because the windows are returned in the order in which they are read.
-            sequences: Number of windows to return, B.
+            number: Not used, because the sequences are returned in the order in which they are read.
+            sequences: Number of sequences to return, B.
 
         Raises:
             UserError: If the data can no longer be read, or have no text to train on for this peer.
         """
-        windows: list[Tokens] = []
+        drawn: list[Tokens] = []
         learned: list[Learned] = []
-        while len(windows) < sequences:
+        while len(drawn) < sequences:
             if self._here is None or self._drawn >= len(self._here.tokens_NT):
                 self._turn()
             assert self._here is not None
-            upto = min(len(self._here.tokens_NT), self._drawn + sequences - len(windows))
+            upto = min(len(self._here.tokens_NT), self._drawn + sequences - len(drawn))
             self.mark.cover(self._here, upto)
-            windows += list(self._here.tokens_NT[self._drawn : upto])
+            drawn += list(self._here.tokens_NT[self._drawn : upto])
             learned += list(self._here.learned_NT[self._drawn : upto])
             self._drawn = upto
-        return batch_of(np.stack(windows), np.stack(learned))
+        return batch_of(np.stack(drawn), np.stack(learned))
 
     def _turn(self) -> None:
         """Wait for the thread to read the next block, make it the current block, and start reading another block."""
@@ -191,7 +191,7 @@ class StreamReader:
         self._drawn = self.mark.drawn_of(self._here)
         self._next = self._thread.submit(self._read, self._here.end)
 
-    def _read(self, begin: Position) -> Windows:
+    def _read(self, begin: Position) -> SequenceBlock:
         context, packer, at = self.stream.context, self.stream.packer(), begin
         for pieces, position in self._pieces(begin):
             packer.add(pieces)
@@ -199,10 +199,10 @@ class StreamReader:
             if packer.count > context and (packer.count >= TOKENS_AT_ONCE or position.epoch > begin.epoch):
                 break
         tokens, learned = packer.take()
-        tokens_NT, learned_NT = _windows(tokens, learned, context)
+        tokens_NT, learned_NT = _sequences(tokens, learned, context)
         chance = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
         order = chance.permutation(len(tokens_NT))
-        return Windows(tokens_NT[order], learned_NT[order], begin, _numbered(at, begin.number + 1))
+        return SequenceBlock(tokens_NT[order], learned_NT[order], begin, _numbered(at, begin.number + 1))
 
     def _pieces(self, at: Position) -> Iterator[tuple[Sequence[TextPiece], Position]]:
         """Yield batches of pieces from position `at` on, epoch after epoch, and the position after each batch.
@@ -247,8 +247,8 @@ class TokenPacker:
 
         Args:
             tokenizer: The tokenizer, with its separator.
-            context: Number of targets in a window. If set, a document that fits into one window is not split between
-                two windows, and separators fill up the last window. None: pack plain text without such separators.
+            context: Number of targets in a sequence. If set, a document that fits into one sequence is not
+                split between two, and separators fill up the last one. None: pack plain text without such separators.
         """
         self.tokenizer, self.context, self.count = tokenizer, context, 0
         self._parts: list[Tokens] = []
@@ -257,7 +257,7 @@ class TokenPacker:
 
     @property
     def pads(self) -> bool:
-        """Whether separators fill up windows, so that documents are not split."""
+        """Whether separators fill up sequences, so that documents are not split."""
         return self.context is not None
 
     def add(self, pieces: Sequence[TextPiece]) -> None:
@@ -298,10 +298,10 @@ class TokenPacker:
             yield tokens, learned
 
     def _make_room(self, tokens: int) -> None:
-        """Fill up the current window with separators if a document of `tokens` tokens does not fit into the free space.
+        """Fill up the current sequence with separators if a document of `tokens` tokens does not fit into the rest.
 
-        An empty window is not filled. The free space includes the first token of the next window, because this token is
-        also the last target of the current window.
+        An empty sequence is not filled. The rest includes the first token of the next sequence, because this token
+        is also the last target of the current sequence.
         """
         used = self.count % self.context if self.context is not None else 0
         if self.context is not None and used and used + tokens > self.context + 1:
@@ -324,7 +324,7 @@ class PositionFile:
     key: str  # names the data and the order of reading; a saved position with another key is ignored
     warning: str | None = None  # why a saved position was ignored, for the user
     position: Position = field(default_factory=Position)
-    drawn: int = 0  # number of windows of the block that may have been trained on; a restart skips them
+    drawn: int = 0  # number of sequences of the block that may have been trained on; a restart skips them
 
     @classmethod
     def of(cls, stream: TextStream, reading: Reading, fingerprint: str) -> "PositionFile":
@@ -355,27 +355,27 @@ class PositionFile:
             made.warning = again
         return made
 
-    def drawn_of(self, windows: Windows) -> int:
-        """Return the number of windows of a block that this peer may have used before it restarted, and must skip."""
-        return self.drawn if windows.begin == self.position else 0
+    def drawn_of(self, block: SequenceBlock) -> int:
+        """Return the number of sequences of a block that this peer may have used before it restarted, and must skip."""
+        return self.drawn if block.begin == self.position else 0
 
-    def cover(self, windows: Windows, upto: int) -> None:
-        """Save the number of windows of a block that may be used: `upto`, rounded up to an eighth of the block.
+    def cover(self, block: SequenceBlock, upto: int) -> None:
+        """Save the number of sequences of a block that may be used: `upto`, rounded up to an eighth of the block.
 
-        Call this before the windows are used. A disk error is ignored: training continues without a saved position.
+        Call this before the sequences are used. A disk error is ignored: training continues without a saved position.
         """
-        if windows.begin == self.position and upto <= self.drawn:
+        if block.begin == self.position and upto <= self.drawn:
             return
-        step = -(-len(windows.tokens_NT) // MARKS)
-        self.position, self.drawn = windows.begin, -(-upto // step) * step
+        step = -(-len(block.tokens_NT) // MARKS)
+        self.position, self.drawn = block.begin, -(-upto // step) * step
         if self.path is not None:
             content: JsonObject = {"key": self.key, "position": asdict(self.position), "drawn": self.drawn}
             with suppress(OSError):
                 write_atomically(self.path, json.dumps(content).encode())
 
 
-def _windows(tokens: Tokens, learned: Learned, context: int) -> tuple[Tokens, Learned]:
-    """Return tokens_NT and learned_NT, T = `context` + 1, of all windows with a target that the loss counts."""
+def _sequences(tokens: Tokens, learned: Learned, context: int) -> tuple[Tokens, Learned]:
+    """Return tokens_NT and learned_NT, T = `context` + 1, of all sequences with a target that the loss counts."""
     count = max(0, (len(tokens) - 1) // context)
     at_NT = np.arange(count)[:, None] * context + np.arange(context + 1)
     some = learned[at_NT][:, 1:].any(axis=1)

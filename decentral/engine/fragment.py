@@ -1,8 +1,8 @@
 """Weights in training: one flat vector [n] for each fragment (`Live`). engine/inner.py has their optimizer.
 
 Each parameter is a view into its fragment's vector, so gossip, averaging and the optimizer are a few vector operations
-for each fragment, however many tensors its layers have. A vector holds first the matrices that Muon trains (with
-`train.optimizer: muon`, in all layers but the model's first and last), then the matrices that AdamW trains with
+for each fragment, however many tensors its layers have. A vector holds first the matrices that `train.optimizer`
+trains unless it is AdamW (in all layers but the model's first and last), then the matrices that AdamW trains with
 weight decay, and last the gains, which AdamW trains without weight decay.
 
 `copy_out` and `copy_in` copy such a vector to host memory and back without stopping training. On a GPU, the training
@@ -189,7 +189,7 @@ class Live:
         self.theta.copy_(_flat([parameter for group in groups for parameter in group]))
 
     def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
-        """Return the fragment's parameters in the order of theta: Muon's matrices, AdamW's matrices, gains."""
+        """Return the fragment's parameters in the order of theta: the stretch optimizer's matrices, AdamW's, gains."""
         blocks, matrices, gains = [], [], []
         has_stretch = bool(OPTIMIZERS[self.train.optimizer].stretch)
         for number in range(self.fragment.first, self.fragment.last):

@@ -149,9 +149,9 @@ class AdamW8bit:
 class OptimizerState:
     """The optimizers of one fragment's parameter ranges, and their state.
 
-    The fragment's vector has Muon's matrices, then AdamW's matrices, then the gains (parameters without weight decay).
-    In the same order, `exp_avg` has Muon's momenta and AdamW's fp32 first moments, and `exp_avg_sq` has AdamW's fp32
-    second moments.
+    The fragment's vector has the matrices that the optimizer of `train.optimizer` trains (none if that is AdamW), then
+    AdamW's matrices, then the gains (parameters without weight decay). In the same order, `exp_avg` has the fp32 state
+    of that optimizer and AdamW's fp32 first moments, and `exp_avg_sq` has AdamW's fp32 second moments.
     """
 
     def __init__(

@@ -40,7 +40,9 @@ from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
 
 THETA = "theta"
-SECOND = "exp_avg_sq"  # AdamW's second moments; this is the only tensor that has no elements for Muon's matrices
+SECOND = (
+    "exp_avg_sq"  # AdamW's second moments: the only tensor that has no elements for the stretch optimizer's matrices
+)
 
 
 @runtime_checkable
@@ -195,13 +197,13 @@ class ShardedLive(Live):
     def _copied(self, name: str) -> Tensor:
         if name == THETA:
             return torch.cat([one.flatten() for one in self._parts()])
-        return self.state.tensors[name].clone()
+        return self.tensors()[name].clone()
 
     def _overwrite(self, name: str, value: Tensor) -> None:
         if name == THETA:
             self._set(value)
         else:
-            self.state.tensors[name].copy_(value)
+            self.tensors()[name].copy_(value)
 
     def _set(self, vector: Tensor) -> None:
         for own, piece in self._pieces(vector):

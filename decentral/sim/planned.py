@@ -43,7 +43,7 @@ class Wait(Enum):
     NOTHING_HERE = "a micro-batch to arrive"
     STEP = "a step, for which micro-batches must come back or be committed"
     MEMORY = "memory for another micro-batch of its own"
-    WINDOW = "its own micro-batches in flight, as many as it may have"  # MicroBatchWindow limits their number
+    LIMIT = "its own micro-batches in flight, as many as it may have"  # InFlightLimit limits their number
     LATER_PEERS = "later peers and links"
 
 
@@ -58,7 +58,7 @@ def wait_of(host: VirtualHost) -> Wait | None:
         return Wait.LATER_PEERS if router.executions else Wait.NOTHING_HERE
     if not router.admission.has_memory(0):
         return Wait.MEMORY
-    return Wait.WINDOW if len(router.own.under_way) >= router.window.size else Wait.LATER_PEERS
+    return Wait.LIMIT if len(router.own.under_way) >= router.in_flight.size else Wait.LATER_PEERS
 
 
 @dataclass(frozen=True, slots=True)

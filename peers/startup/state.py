@@ -247,17 +247,7 @@ class StateFolder:
             addresses: The addresses at which this start listens, with their ports.
             wanted: The addresses of --listen.
         """
-        by_protocol: dict[str, set[str]] = {}  # "ip4" or "ip6" -> ports in use
-        for address in addresses:
-            if "/tcp/" in address:
-                by_protocol.setdefault(address.split("/")[1], set()).add(address.split("/tcp/")[1].split("/")[0])
-        every, kept = {port for found in by_protocol.values() for port in found}, {}
-        usual = (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
-        for place in (*usual, *(one for one in wanted if one.endswith("/tcp/0"))):
-            numbers = by_protocol.get(place.split("/")[1], every)
-            if len(numbers) == 1:
-                kept[place] = place.removesuffix("0") + min(numbers)
-        if kept:
+        if kept := ports.chosen(addresses, wanted):
             with suppress(UserError):  # the peer works without this file: its record tells other peers the new port
                 self._write("listen.json", kept)
 

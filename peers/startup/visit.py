@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral.comm.net import names, ports
-from decentral.comm.net.causes import ANOTHER
+from decentral.comm.net.causes import DialFailure, dial_failure
 from decentral.comm.net.dialling import Ranges
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
@@ -154,7 +154,7 @@ async def refused_member(transport: PeerNetwork, peer: PeerId, run: RunId) -> st
 
 
 def _no_answer(error: AskError) -> str:
-    is_another = error.detail.startswith(ANOTHER)
+    is_another = dial_failure(error.detail) is DialFailure.ANOTHER_PEER
     return f"{error.detail}; ask for the current address" if is_another else f"{error}; {CHECK}"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from decentral.commands import new
 from decentral.core import config, own_yaml
+from decentral.core.choices import DATA_KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,17 @@ def test_the_file_is_a_config_of_the_size_and_data_that_were_asked_for() -> None
     assert sum(run.model.layer_parameters) == pytest.approx(125e6, rel=0.08)
     assert run.train.micro_batch == "auto"
     assert run.train.total_steps == round(1e10 / (16 * 1024 * 4))
+
+
+GUESSED = {"text": ["--data", "books"], "tokens": ["--data", "tokens.npy"]}
+GUESSED["huggingface"] = ["--data", "rows.jsonl", "--tokenizer", "tok"]
+
+
+def test_each_kind_of_data_that_has_a_path_is_guessed_from_its_name() -> None:
+    assert {*GUESSED} == {kind for kind, one in DATA_KINDS.items() if one.needs_path}
+    for kind, flags in GUESSED.items():
+        assert own_yaml.mapping(written("--model", "10M", *flags), "mine")["data"]["kind"] == kind  # type: ignore[index]
+        Path("mine.yaml").unlink()
 
 
 def test_it_has_only_keys_that_differ_from_their_defaults() -> None:

@@ -365,7 +365,7 @@ def test_code_may_be_named_by_a_flag_or_by_the_file_and_both_must_agree() -> Non
         load(None, ["model.layers=other:layers"], trusted)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_optimizer_has_its_own_learning_rate_unless_one_is_given(optimizer: str) -> None:
     run = load(None, [f"train.optimizer={optimizer}"])
     assert run.train.peak_rate == OPTIMIZERS[optimizer].peak_rate

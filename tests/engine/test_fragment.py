@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from decentral.core import config
+from decentral.core.choices import OPTIMIZERS
 from decentral.engine import inner as inner_module
 from decentral.engine.fragment import Live, fragments
 from decentral.engine.inner import Inner, rate_at
@@ -74,7 +75,7 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters(weight_decay: float) -> No
         assert torch.allclose(our, their, atol=2e-6, rtol=1e-4), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_large_model_steps_fragment_by_fragment_to_the_same_bits_and_keeps_no_gradients(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import SIZES
 from decentral.core import config, memory_needs
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.errors import UserError
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.engine import measure, memory
@@ -54,8 +55,7 @@ def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None
 
 
 SAVING: dict[str, dict[str, object]] = {
-    "as it is": {},
-    "adamw": {"optimizer": "adamw"},
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
     "bf16 weights": {"weights": "bfloat16"},
     "int8 moments": {"moments": "int8"},
     "all": {"weights": "bfloat16", "moments": "int8"},

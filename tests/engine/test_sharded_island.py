@@ -22,6 +22,7 @@ from decentral.comm.gossip import pull_rule
 from decentral.comm.gossip.outer_kernels import TorchKernels
 from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config, jobs
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.fragments import LARGE_ELEMENTS
 from decentral.core.ids import PeerId
 from decentral.core.rank_place import Split
@@ -149,9 +150,9 @@ class Scenario:
         return {**self.train, "accumulate": readers * int(str(self.train.get("accumulate", 1)))}
 
 
+DIVIDED = [name for name, one in OPTIMIZERS.items() if one.divides]
 SCENARIOS = {
-    "adamw": Scenario({"optimizer": "adamw"}, [steps(5), evaluate]),
-    "muon": Scenario({}, [steps(5), evaluate]),
+    **{name: Scenario({"optimizer": name}, [steps(5), evaluate]) for name in DIVIDED},
     "two micro-batches in a step": Scenario({"accumulate": 2}, [steps(3)]),
     "recomputed": Scenario({"recompute": True}, [steps(3), evaluate]),
     "a merge": Scenario({}, [steps(3), merge, steps(2), merge, steps(1)]),
@@ -163,8 +164,11 @@ SCENARIOS = {
     "a fragment that rested": Scenario({}, [steps(2), rest, steps(2), serve_a_newcomer, merge, steps(1)]),
     "a donor's state": Scenario({}, [steps(3), import_donors_state, steps(2)]),
     "a checkpoint": Scenario({}, [steps(2), merge, save, steps(2), resume, steps(2), save]),
-    "tensor parallel": Scenario({"optimizer": "adamw"}, [steps(5), evaluate], Split.TENSOR),
-    "tensor parallel, muon": Scenario({"accumulate": 2}, [steps(3), merge, save, resume, steps(2)], Split.TENSOR),
+    "tensor parallel": Scenario({"accumulate": 2}, [steps(3), merge, save, resume, steps(2)], Split.TENSOR),
+    **{
+        f"tensor parallel, {name}": Scenario({"optimizer": name}, [steps(5), evaluate], Split.TENSOR)
+        for name in DIVIDED
+    },
 }
 OTHERS = {
     "bf16": Scenario({"weights": "bfloat16"}, [steps(2), merge, steps(1)]),

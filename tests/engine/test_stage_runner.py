@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from decentral.comm.codecs import blockwise
 from decentral.comm.pipeline.activations import ActivationFormat
 from decentral.core import config, jobs
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.fragments import Layout, Section
 from decentral.core.ids import PeerId
 from decentral.core.jobs import UNLIKE
@@ -125,7 +126,7 @@ def test_gradients_over_overlapping_spans_are_those_of_one_process(
         assert error <= atol * torch.linalg.vector_norm(live.grad)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: MakeSetup, optimizer: str) -> None:
     """One micro-batch at a time, so every step is taken before the next forward pass."""
     spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
@@ -133,7 +134,7 @@ def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: 
     world = world_of(parts, per_step=1)
     origin = world.peers[PeerId("A")].routes
     origin.load.set_stage(dataclasses.replace(origin.stage, capacity=1))
-    origin.window.size = 1
+    origin.in_flight.size = 1
     carried(world, 60)
     whole = Compute(with_span(setup_of("A"), None, optimizer=optimizer))
     for _ in range(60):

@@ -12,6 +12,7 @@ from decentral.comm.gossip.kernel_choice import best_kernels, prove
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
 from decentral.core import jobs
+from decentral.core.choices import OPTIMIZERS
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.fragment import copy_in
 from decentral.engine.muon import muon_step
@@ -186,7 +187,7 @@ def with_optimizer(setup: ComputeSetup, optimizer: str) -> ComputeSetup:
     return replace(setup, config=setup.config.model_copy(update={"train": train}))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_whose_loss_is_read_one_step_later_are_those_that_are_read_at_once(
     setup_of: MakeSetup, optimizer: str
 ) -> None:
@@ -198,7 +199,7 @@ def test_steps_whose_loss_is_read_one_step_later_are_those_that_are_read_at_once
     assert losses == pytest.approx([step.loss for step in expected], rel=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_whose_gradient_is_not_finite_changes_no_weights_on_a_gpu(setup_of: MakeSetup, optimizer: str) -> None:
     compute = Compute(with_optimizer(setup_of(device="cuda"), optimizer))
     compute.step()

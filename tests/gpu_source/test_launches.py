@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.gpu import kernels as benchmark
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip.cuda_source import check_arguments, signatures
+from decentral.comm.gossip.cuda_source import SIGNS_ARGUMENT, check_arguments, signatures
+from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import OuterVectors, Weighted
 from tests.gpu_source.on_cpu import cuda_kernels
 
@@ -30,7 +31,7 @@ def test_every_launch_of_the_product_has_the_arguments_of_its_signature(recorded
     kernels, launched = recorded
     phi, baseline, residual = (torch.randn(NUMBERS) for _ in range(3))
     step, near = blockwise.encode("q4", residual), blockwise.encode("int8", phi)
-    for code in ("q4", "q1"):
+    for code in SIGNS_ARGUMENT:
         kernels.close(phi, baseline, residual, code)
     kernels.length(step, NUMBERS)
     kernels.distance(phi, near)
@@ -38,6 +39,16 @@ def test_every_launch_of_the_product_has_the_arguments_of_its_signature(recorded
     kernels.merge(vectors, [Weighted(0.5, step)] * 2, [Weighted(0.5, near)], RHO)
     kernels.merge(vectors, [Weighted(1.0, step)], [], RHO)
     assert set(launched) == ALL
+
+
+@pytest.mark.parametrize("code", ["sparse", "new"])
+def test_a_codec_that_no_cuda_kernel_computes_closes_on_the_cpu(
+    recorded: tuple[Any, list[str]], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, launched = recorded
+    monkeypatch.setattr(CompiledKernels, "close", lambda self, snapshot, baseline, residual, code: (b"", code))
+    assert kernels.close(*(torch.zeros(NUMBERS) for _ in range(3)), code) == (b"", code)
+    assert launched == []
 
 
 def test_every_launch_of_the_gpu_check_has_the_arguments_of_its_signature(recorded: tuple[Any, list[str]]) -> None:

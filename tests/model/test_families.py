@@ -34,6 +34,12 @@ def ours(run: config.Config) -> Tensor:
         return Chain(decoder.build(run.model, run.seed))(TOKENS)
 
 
+def test_each_family_has_a_model_of_transformers_to_be_compared_with() -> None:
+    """In `MODELS` of hf_folders.py."""
+    made_by = {kind.replace("Config", "ForCausalLM") for kind, _ in MODELS.values()}
+    assert {family.architecture for family in families.FAMILIES.values()} == made_by
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_goes_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
     theirs = logits(made(tmp_path / "in", name), TOKENS)

@@ -14,11 +14,12 @@ from decentral.core.errors import UserError
 from decentral.core.sampling import Sampling
 from decentral.engine.step import Device
 from decentral.model import decoder
+from decentral.model.families import FAMILIES
 from decentral.serving import decoding
 from decentral.serving.decoding import CachedReader
 
 CPU = Device(torch.device("cpu"), torch.float32)
-FAMILIES: dict[str, dict[str, object]] = {
+OPTIONS: dict[str, dict[str, object]] = {  # by family, what its models may have and others not
     "llama": {"kv_heads": 1},
     "mistral": {"window": 5},
     "qwen2": {"kv_heads": 2},
@@ -34,7 +35,9 @@ LIKELIEST = Sampling(temperature=0, tokens=40)
 
 def layers(family: str = "llama", context: int = 16, **more: object) -> list[nn.Module]:
     keys = {"depth": 2, "width": 32, "heads": 2, "vocabulary": 64, "context": context}
-    made = decoder.build(ModelConfig.model_validate({**keys, "family": family, **FAMILIES[family], **more}), seed=1)
+    made = decoder.build(
+        ModelConfig.model_validate({**keys, "family": family, **OPTIONS.get(family, {}), **more}), seed=1
+    )
     chance = torch.Generator().manual_seed(1)
     for parameter in (one for layer in made for one in layer.parameters() if one.ndim > 1):
         nn.init.normal_(parameter, std=0.3, generator=chance)  # large, so that a wrong position shows

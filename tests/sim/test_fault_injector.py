@@ -332,6 +332,7 @@ CAUGHT = {
     "replayed": {"replay", "stale"},
     "corrupted": {"digest"},
 }
+BOUNDED = "scaled"  # no partner refuses this lie; the merge bounds what it does
 
 
 @pytest.mark.parametrize("how", CAUGHT)
@@ -353,6 +354,7 @@ def test_each_lie_in_the_list_is_known_and_another_is_an_error() -> None:
     faulty.swarm.falsify(keep)
     faulty.play(15.0)
     asker, honest = next(one for one in told if isinstance(one[1].message, Snapshot))
+    assert {*faults.LIES} == {*CAUGHT, BOUNDED}
     for how in faults.ALL_LIES:
         faulty[1].lie(how)
         faulty.injector.byzantine_answer(faulty[1], asker, honest)
@@ -362,7 +364,7 @@ def test_each_lie_in_the_list_is_known_and_another_is_an_error() -> None:
 
 
 def test_a_byzantine_peer_that_exaggerates_moves_the_others_by_a_bounded_amount() -> None:
-    faulty = FaultySwarm("lie 2 scaled at 30 for 30")
+    faulty = FaultySwarm(f"lie 2 {BOUNDED} at 30 for 30")
     faulty.settle()
     assert faulty.audit.convergence.farthest < 20
 

@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib")
 from decentral.commands import plan as command
 from decentral.core import config
 from decentral.scheduler.sync.layout_cost import problem_of
-from decentral.scheduler.sync.plan import sync_plan
 from decentral.scheduler.sync.step_needs import divided
+from decentral.scheduler.sync.sync_plan import sync_plan
 from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan

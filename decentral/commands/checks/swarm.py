@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral import __version__
-from decentral.comm.net.causes import ANOTHER
+from decentral.comm.net.causes import DialFailure, dial_failure
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission, is_private
@@ -94,20 +94,23 @@ async def _greet(transport: PeerNetwork, address: str, run: RunId) -> Contact | 
 
 
 def _no_connection(detail: str) -> tuple[str, str]:
-    """Return a text and a remedy for a failed connection; `detail` is the last line of libp2p's error."""
-    if "connection refused" in detail:
-        return "connection refused: that machine is there, but nothing listens at that port", (
-            "start that peer, or use the address that it prints now: its port may have changed"
-        )
-    if detail.startswith(ANOTHER):
-        return "another peer listens there", "use the address that the peer prints now: it has another identity"
-    if "no route" in detail or "unreachable" in detail:
-        return "this machine has no route there", "check network, VPN and address: a private address needs its network"
-    if "timeout" in detail.lower() or "deadline" in detail:
-        return "no answer: packets are dropped on the way, or that machine is off", (
-            "open that TCP port in the firewalls of both machines, and forward it if the peer is behind a router"
-        )
-    return detail or "no connection", "check the address, that the peer there runs, and its port"
+    """Return a text and a remedy for a failed connection; `detail` is that of the AskError."""
+    match dial_failure(detail):
+        case DialFailure.NOBODY_LISTENS:
+            return "connection refused: that machine is there, but nothing listens at that port", (
+                "start that peer, or use the address that it prints now: its port may have changed"
+            )
+        case DialFailure.ANOTHER_PEER:
+            return "another peer listens there", "use the address that the peer prints now: it has another identity"
+        case DialFailure.NO_ROUTE:
+            remedy = "check network, VPN and address: a private address needs its network"
+            return "this machine has no route there", remedy
+        case DialFailure.SILENCE:
+            return "no answer: packets are dropped on the way, or that machine is off", (
+                "open that TCP port in the firewalls of both machines, and forward it if the peer is behind a router"
+            )
+        case DialFailure.OTHER:
+            return detail or "no connection", "check the address, that the peer there runs, and its port"
 
 
 def _refused(address: str, reason: str, detail: str, run: RunId) -> Finding:

@@ -180,7 +180,7 @@ class PeerView:
         return not self.live and t <= self.since
 
     @property
-    def series(self) -> str:
+    def loss_series(self) -> str:
         """Name of the timeline's series of this peer's loss."""
         return f"loss {self.number}"
 

@@ -153,7 +153,7 @@ class SwarmView:
     def history(self, one: int) -> JsonObject | None:
         """Return the loss of the peer with this number and the swarm's tokens over time; None if it is not shown."""
         view = next((view for view in self.peers.values() if view.number == one), None)
-        return None if view is None else self.timeline.since(0, ["tokens", view.series])
+        return None if view is None else self.timeline.since(0, ["tokens", view.loss_series])
 
     def _state(self, rows: list[Any], links: list[Any], events: list[Any], first: int) -> JsonObject:
         names = [*self.totals.series(), "held_out", *self._drawn()]
@@ -179,8 +179,8 @@ class SwarmView:
 
     def _drawn(self) -> Iterable[str]:
         """Return the names of all peers' loss series, or [] if there are more than SERIES_SHOWN series."""
-        known = [view for view in self.peers.values() if view.series in self.timeline.series]
-        return [view.series for view in known] if len(known) <= SERIES_SHOWN else []
+        known = [view for view in self.peers.values() if view.loss_series in self.timeline.series]
+        return [view.loss_series for view in known] if len(known) <= SERIES_SHOWN else []
 
     def _own_line(self, view: PeerView, t: Seconds, event: journal.JournalEvent | None) -> None:
         was_live = view.live
@@ -193,7 +193,7 @@ class SwarmView:
                 if not was_live:
                     self.events.add(t, view.number, journal.GOOD, "is back")
                 if event.loss is not None:
-                    self.timeline.put(view.series, t, event.loss)
+                    self.timeline.put(view.loss_series, t, event.loss)
             case journal.ExchangeLine():
                 self._exchange(view, t, event)
             case journal.EvalLine():
@@ -275,7 +275,7 @@ class SwarmView:
         if view.own or view.is_gone_since(t):
             return
         if view.progress.loss is not None:
-            self.timeline.put(view.series, t, view.progress.loss)
+            self.timeline.put(view.loss_series, t, view.progress.loss)
         self._evaluated(view, t, record.standing.held_out)
         links = (MeasuredLink(end, rate, latency_ms / 1e3) for end, rate, latency_ms in record.standing.links)
         for partner in self._measured(view, links):
@@ -336,6 +336,6 @@ class SwarmView:
         self._forgotten.append(gone.number)
         self._by_suffix.pop(suffix(PeerId(gone.peer)), None)
         self._changed.pop(gone.number, None)
-        self.timeline.drop(gone.series)
+        self.timeline.drop(gone.loss_series)
         self.links.drop(gone.number)
         return True

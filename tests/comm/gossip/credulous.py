@@ -1,6 +1,7 @@
 """A peer that believes all that partners say: for tests of what rules keep where nobody lies."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from torch import Tensor
 
@@ -45,7 +46,9 @@ class AllNew(CountedWindows):
 
 def no_history() -> PartnerHistory:
     """What a peer without defences knows of its partners."""
-    return PartnerHistory(Credulous(), Trustful(), Anywhere(), AllNew())
+    believers = Credulous(), Trustful(), Anywhere(), AllNew()
+    assert len(believers) == len(fields(PartnerHistory)), "a defence of PartnerHistory has nothing here to replace it"
+    return PartnerHistory(*believers)
 
 
 def believe_all(rule: UpdateRule) -> None:

@@ -774,13 +774,13 @@ def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_
     assert origin.admission.has_memory(1)
     for execution in list(origin.executions.values())[10:]:
         origin.executions.pop(execution.local_id)
-    origin.window.size = 16
+    origin.in_flight.size = 16
     for number in range(2):
         request = ForwardRequest(RUN, "B", number, 1, 1, 5.0, 20.0, layout(1, 1))
         origin.handle(Asked(number, PeerId("B"), Envelope(request, bytes(20))), 0.0)
     assert origin.admission.has_memory(0)
     assert not origin.admission.has_memory(1)  # what is left is wanted for micro-batches that only it can begin
-    origin.window.size = 10
+    origin.in_flight.size = 10
     assert origin.admission.has_memory(1)
     assert len(origin.executions) == 12
 
@@ -794,7 +794,7 @@ def test_an_origin_peer_leaves_to_others_the_part_of_its_memory_and_time_that_th
     world.add("C", 3, 4)
     origin = world.add("A", 0, 3, capacity=16).routes
     origin.load.view.weights = RoutingWeights(ends={0: {3: begins}, 1: {3: 16.0 - begins}})
-    origin.window.size, effects = 16, list[Effect]()
+    origin.in_flight.size, effects = 16, list[Effect]()
     origin.start()
     for number in range(24):
         request = ForwardRequest(RUN, f"B{number}", number, 1, 1, 5.0, 20.0, layout(1, 1))

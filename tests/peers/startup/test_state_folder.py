@@ -17,7 +17,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.file import Journal
 from decentral.core.layer_work import UNMEASURED
 from decentral.core.units import Measured
-from decentral.data.stream import Position, PositionFile, Windows
+from decentral.data.stream import Position, PositionFile, SequenceBlock
 from decentral.engine.micro_batch_numbers import MicroBatchNumbers
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup import invitation_files, state
@@ -104,8 +104,8 @@ def write_all_that_a_start_makes(folder: StateFolder) -> None:
     MicroBatchNumbers.of(path).take(0)
     tokens_NT, learned_NT = np.zeros((8, 2), np.uint32), np.ones((8, 1), np.bool_)
     for rank in ("", "-1", "-12"):
-        windows = Windows(tokens_NT, learned_NT, Position(), Position(number=1))
-        PositionFile(path / f"data-position{rank}.json", "key").cover(windows, 8)
+        block = SequenceBlock(tokens_NT, learned_NT, Position(), Position(number=1))
+        PositionFile(path / f"data-position{rank}.json", "key").cover(block, 8)
     founder = FounderFile.create(path, "gpt")
     invitation_files.write_holding(invitation_files.kept_path(path), founder.own_holding(Permission.TRAIN, 1e12))
     invitation_files.keep_revocations(path, b"list")

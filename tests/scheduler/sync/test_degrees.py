@@ -9,7 +9,7 @@ from benchmarks import planner_enumerated
 from decentral.core.errors import UserError
 from decentral.scheduler.sync import degrees, step_needs
 from decentral.scheduler.sync.layout_cost import best_layout
-from decentral.scheduler.sync.plan import solver_records, sync_plan
+from decentral.scheduler.sync.sync_plan import solver_records, sync_plan
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.plan import SyncPlan
 from decentral.scheduler.topology.search_budget import SearchBudget

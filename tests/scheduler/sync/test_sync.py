@@ -13,7 +13,7 @@ from decentral.core.errors import UserError
 from decentral.scheduler.sync import annealing, evolve, exact, gcma, layouts, local_search, matching
 from decentral.scheduler.sync.layout_cost import Problem, best_layout, cost_of_pipelines, problem_of
 from decentral.scheduler.sync.local_search import Cooling
-from decentral.scheduler.sync.plan import sync_plan
+from decentral.scheduler.sync.sync_plan import sync_plan
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget

@@ -1,6 +1,6 @@
-"""The congestion window: how many of its own micro-batches an origin peer may have in flight, and how long it waits.
+"""Limit how many of its own micro-batches an origin peer has in flight, and how long it waits for them.
 
-Start with `MicroBatchWindow`.
+Start with `InFlightLimit`.
 """
 
 import math
@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
-FULL = (1.0, 2.0)  # queued micro-batches per device: the window grows below the first value, shrinks above the second
+FULL = (1.0, 2.0)  # queued micro-batches per device: the limit grows below the first value, shrinks above the second
 LEAN = (0.125, 0.5)  # used instead of FULL if a step waits for all micro-batches in flight: a queue enlarges that step
 LARGE_STEP = 4  # FULL is used all the same for steps of at least this many micro-batches: a queue hardly enlarges them
 RECENT_ON_ROUTE = 32  # we remember the last RECENT_ON_ROUTE durations of each route
@@ -46,19 +46,20 @@ class RouteBase:
 
 
 @dataclass(slots=True)
-class MicroBatchWindow:
-    """The congestion window: how many of its own micro-batches an origin peer may have in flight.
+class InFlightLimit:
+    """The limit on how many of its own micro-batches an origin peer has in flight.
 
-    Source: TCP Vegas (Brakmo & Peterson 1994). If a micro-batch takes `seconds` on its route, and `base` without
-    waiting, then size * (1 - base / seconds) micro-batches wait in queues. The window keeps this number, per device of
-    the route, between the two values of `waiting`, so that the slowest device stays busy. Each route has its own base,
-    since a route through a slow device takes long even without queues. The size is at least the route's number of
-    devices (1F1B), since a micro-batch that waits for another origin peer's step does not show that a queue is long.
+    Source: the congestion window of TCP Vegas (Brakmo & Peterson 1994). If a micro-batch takes `seconds` on its
+    route, and `base` without waiting, then size * (1 - base / seconds) micro-batches wait in queues. The limit
+    keeps this number, per device of the route, between the two values of `waiting`, so that the slowest device
+    stays busy. Each route has its own base, since a route through a slow device takes long even without queues. The
+    size is at least the route's number of devices (1F1B), since a micro-batch that waits for another origin peer's
+    step does not show that a queue is long.
     """
 
     waiting: tuple[float, float] = FULL
     size: int = 2
-    starting: bool = True  # True during slow start: each completed micro-batch enlarges the window until a queue forms
+    starting: bool = True  # True during slow start: each completed micro-batch raises the limit until a queue forms
     bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route: the peers after this one
     typical_s: Seconds | None = None  # running average of a micro-batch's duration; None until one is completed
     late: int = 0  # how often micro-batches have run out of time since the last one was completed, up to MOST_DOUBLED
@@ -69,12 +70,12 @@ class MicroBatchWindow:
     _since: int = 0  # micro-batches completed since `size` was last reviewed
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...], max_size: int) -> None:
-        """Record a completed micro-batch of ours, and grow or shrink the window by how long micro-batches have waited.
+        """Record a completed micro-batch of ours, and raise or lower the limit by how long micro-batches have waited.
 
         Args:
             seconds: The micro-batch's duration, from its beginning to the end of its backward pass at this peer.
             route: The peers after this one on the micro-batch's route.
-            max_size: The largest window that memory allows, in micro-batches.
+            max_size: The largest limit that memory allows, in micro-batches.
         """
         self.late = 0
         waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
