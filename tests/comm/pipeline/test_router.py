@@ -641,6 +641,20 @@ def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_beg
     assert begun(4, drawn=30.0) == [4]
 
 
+def test_own_micro_batches_do_not_leave_before_a_layer_that_only_their_origin_peer_holds() -> None:
+    """No route returns to its origin peer. The flow of all peers lets A's micro-batches leave at layer 1, too: they
+    waited at B for another holder of layer 2, and A, with memory for four, stood still."""
+    world = World(CUTS)
+    origin = world.add("A", 0, 3)
+    world.add("B", 1, 2)
+    world.add("C", 3, 4)
+    origin.routes.forwarding.view.weights = RoutingWeights(ends={0: {1: 1.0, 3: 1.0}})
+    assert {origin.routes.forwarding.choose_end(0) for _ in range(4)} == {3}
+    assert origin.routes.forwarding.choose_end(1) == 3
+    world.add("D", 2, 3)
+    assert {origin.routes.forwarding.choose_end(0) for _ in range(4)} == {1, 3}
+
+
 @pytest.mark.parametrize(
     "hops",
     [
