@@ -143,6 +143,9 @@ class Forwarding:
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
         peers = self.scheduler.askable(peers, now)
         peers = self.scheduler.near({peer: self.view.span_and_speed(peer)[2] for peer in peers}, now)
+        if self.stage.exact and hop.refusals:  # a step waits longer for a peer without weight than for memory elsewhere
+            rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
+            peers = [peer for peer in peers if rates.get(peer)] or peers
         peers = [peer for peer in peers if peer not in hop.busy]
         if self.stage.exact:
             peers = [peer for peer in peers if peer not in self.questioned] or peers

@@ -628,6 +628,22 @@ def test_own_micro_batches_do_not_leave_before_a_layer_that_only_their_origin_pe
     assert {origin.routes.forwarding.choose_end(0) for _ in range(4)} == {1, 3}
 
 
+@pytest.mark.parametrize(("overlap", "asked"), [(False, []), (True, ["D"])])
+def test_where_steps_wait_a_refused_micro_batch_waits_for_peers_with_weight(overlap: bool, asked: list[str]) -> None:
+    """The flow leaves D out, which is slow. C's memory was often full: steps of A waited for what D got instead."""
+    world = World(CUTS)
+    routes, device = world.add("A", 0, 2, overlap=overlap).routes, world.peers[PeerId("A")].device
+    world.add("C", 2, 4)
+    world.add("D", 1, 4)
+    routes.forwarding.view.weights = RoutingWeights(nexts={2: {(2, 4): 1.0}}, spans=[(2, 4), (1, 4)])
+    world.start()
+    execution = next(iter(routes.executions.values()))
+    (ask,) = (e for e in routes.handle(device.do(jobs.Draw(execution.local_id, 2)), 0.1) if isinstance(e, Ask))
+    assert ask.to == "C"
+    effects = routes.handle(Answered(ask.tag, ask.to, Envelope(Refused("busy")), 0.1, 0.1, 0, 0), 0.2)
+    assert [effect.to for effect in effects if isinstance(effect, Ask)] == asked
+
+
 @pytest.mark.parametrize(
     "hops",
     [
