@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from decentral.comm.pipeline.commits import CommitProtocol, HoldLimits
 from decentral.comm.pipeline.execution import (
     AWAY,
+    BACKWARD,
     GONE,
     IN_DOUBT,
     ExecutionEvent,
@@ -33,11 +34,11 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 COUNTED_KEPT = 4096  # we remember this many committed executions of other peers, to refuse late requests for them
-PATIENT_STEPS = 2  # later stages let forward passes begin until the gradients would do for this many steps
-# Later stages hold forward passes back only once they have this many gradients for each hop of a route. A pause lasts
-# about as long as a route, during which a busy stage computes one micro-batch for each hop: pauses then cost a fifth.
+PATIENT_STEPS = 2  # peers on others' routes let forward passes begin until the gradients would do for this many steps
+# A peer on others' routes holds forward passes back only once it has this many gradients for each execution that its
+# step would wait for. By Little's law, as many pass in the time of such a wait: pauses then cost a fifth.
 PATIENT_TIMES = 4
-MOST_AWAITED = 32  # a later stage waits for at most this many gradients because of PATIENT_TIMES
+MOST_AWAITED = 32  # such a peer waits for at most this many gradients because of PATIENT_TIMES
 # The training thread has at most this many jobs, so that it can begin the next job as soon as it has finished one.
 JOBS_AT_ONCE = 2
 
@@ -140,16 +141,17 @@ class ExecutionTable:
         A step must not change the weights between an execution's forward and backward pass. With `overlap` a step
         may change the weights, so no pass waits.
 
-        Later stages usually step in the first stage's pause. They hold new forward passes back only when they have the
-        gradients of PATIENT_STEPS steps, less one micro-batch, and PATIENT_TIMES gradients for each hop; else the route
-        would stop once for each stage, and once for each origin peer whose micro-batches come at other times.
+        Peers on others' routes usually step in the origin peers' pauses. They hold new forward passes back only when
+        they have the gradients of PATIENT_STEPS steps, less one micro-batch, and PATIENT_TIMES gradients for each
+        execution in flight behind them or in doubt; else the route would stop once for each of its peers, and once for
+        each origin peer whose micro-batches come at other times.
         """
-        stage = self.load.stage
-        if stage.overlap:
+        if self.load.stage.overlap:
             return False
-        if stage.first == 0:
+        if self.load.stage.first == 0 and not self.by_id:
             return self.ledger.waiting()
-        return self.ledger.waiting(PATIENT_STEPS, min(MOST_AWAITED, PATIENT_TIMES * self.load.hops_left(0)))
+        awaited = sum(one.state in (AWAY, BACKWARD, IN_DOUBT) for one in self.by_local_id.values())
+        return self.ledger.waiting(PATIENT_STEPS, min(MOST_AWAITED, PATIENT_TIMES * awaited))
 
     def dispatch(self) -> list[Forward | Backward]:
         """Return the jobs that the training thread gets now.

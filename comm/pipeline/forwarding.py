@@ -90,10 +90,14 @@ class Forwarding:
         """Choose the layer at which an execution that begins with layer `first` leaves this peer.
 
         Successive calls choose the exit layers in proportion to the routing weights. Without weights, executions leave
-        after this peer's last layer.
+        after this peer's last layer. Layers that only this peer holds it computes for its own micro-batches at once,
+        since no route returns to its origin peer.
         """
         rates = {end: rate for end, rate in self.view.weights.ends.get(first, {}).items() if rate > 0}
-        costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
+        inner = [cut.first for cut in self.stage.cuts if first == 0 and cut.first < self.stage.last]
+        alone = max((layer for layer in inner if not self.view.successors(layer)), default=-1)
+        usable = [end for end in rates if end > alone and (end == self.stage.layers or self.view.successors(end))]
+        costs = {end: 1 / rates[end] for end in usable}
         return self._ends.setdefault(first, StrideScheduler()).choose(costs)[0] if costs else self.stage.last
 
     @property
@@ -134,11 +138,14 @@ class Forwarding:
         if len(hop.tried) >= MAX_TRIES:
             return self.table.give_up(execution, Reason.TRIED)
         trust = {peer: self.trust.weight(peer, now) for peer in successors}
-        holders = [peer for peer, weight in trust.items() if weight]
+        holders = [peer for peer, weight in trust.items() if weight and peer != execution.id.origin]
         peers = [peer for peer in holders if peer not in hop.tried]
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
         peers = self.scheduler.askable(peers, now)
         peers = self.scheduler.near({peer: self.view.span_and_speed(peer)[2] for peer in peers}, now)
+        if self.stage.exact and hop.refusals:  # a step waits longer for a peer without weight than for memory elsewhere
+            rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
+            peers = [peer for peer in peers if rates.get(peer)] or peers
         peers = [peer for peer in peers if peer not in hop.busy]
         if self.stage.exact:
             peers = [peer for peer in peers if peer not in self.questioned] or peers

@@ -155,7 +155,7 @@ class FragmentCosts(LayerCosts):
             return flow.tokens_per_s
         from decentral.scheduler.throughput import planned_in_flight, routes
 
-        paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
+        paths = [(share * flow.tokens_per_s, routes.without_return(hops)) for share, hops in routes.routes(flow)]
         delay_NN = np.full((self.peers, self.peers), USUAL_DELAY_S)
         pipeline = planned_in_flight.Pipeline(self, delay_NN, self.micro_batch_tokens, 1)
         spans = [(int(a), int(b)) for a, b in spans_N2]

@@ -181,7 +181,7 @@ class SearchSchedule:
         return change
 
     def adopted(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
-        """Cancel a scheduled search, because a plan for this swarm was adopted.
+        """Cancel a scheduled search, because a plan was adopted that names these peers; others count as new to it.
 
         For REPLAN_REST_S, changes of speeds alone do not cause a new search.
         """
@@ -353,7 +353,8 @@ class SwarmPlans:
         if follows:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
         self.adopted, self._move_at = best, max(now, min(now, best.time) + FIRST_MOVE_WAIT_S)
-        self.search.adopted(asked.members, now)
+        named = {PeerId(peer) for peer, _, _ in best.spans}
+        self.search.adopted({peer: one for peer, one in asked.members.items() if peer in named}, now)
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]
 

@@ -36,6 +36,10 @@ from decentral.scheduler.throughput.routes import Hop
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 WAITING = 1.0  # a micro-batch waits for a device this many times as long as it computes there
+WAITING_FOR_STEPS = 2.0  # the same where a micro-batch waits for steps, too; measured with benchmarks.tight_swarms
+BESIDE_STEPS = (
+    0.7  # share of their flow that origin peers on others' routes carry beside pauses for steps; measured, too
+)
 JOBS_S = 0.003  # beside computing, a hop takes this long for the jobs of a micro-batch: two passes and a step
 LOST_SHARE = 0.02  # the largest micro-batches are planned whose throughput is at most this share below that of the best
 TRIED_SHARE = 0.1  # larger micro-batches are not tried once a size lowers the best throughput by more than this share
@@ -105,14 +109,20 @@ class Pipeline:
         larger = float(activation_L[held[0] : held[1]].sum() / activation_L[first:last].sum())
         return min(MOST_UNDER_WAY, places * larger)
 
-    def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]) -> Floats:
-        """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible."""
+    def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]], waiting: float = WAITING) -> Floats:
+        """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible.
+
+        Args:
+            paths: The routes, with the tokens/s that each may carry at most.
+            spans_N2: Each peer's layers.
+            waiting: A micro-batch waits for a device this many times as long as it computes there.
+        """
         rates, peers = np.array([rate for rate, _ in paths]), self.costs.peers
         uses = [  # (row, route, share of the row's limit that a token/s takes)
             use
             for route, (_, hops) in enumerate(paths)
             if len(hops) > 1
-            for hop, kept in zip(hops, self.kept_s(hops), strict=True)
+            for hop, kept in zip(hops, self.kept_s(hops, waiting), strict=True)
             for use in (
                 (hop[0], route, kept / self.tokens / self.capacity(hop, spans_N2[hop[0]])),
                 (peers + hop[0], route, self.passes_s(hop) / self.tokens),
@@ -193,14 +203,16 @@ def in_rounds(
 ) -> Floats:
     """Return the tokens/s on each route if origin peers train in rounds: exact gradients, as running peers evaluate.
 
-    An origin peer begins M micro-batches, waits until the last of them is back, and takes its step. F of them are in
-    flight at a time: as many as memory allows that each peer j of its routes r has for micro-batches:
+    An origin peer that no other's route visits begins M micro-batches, waits until the last of them is back, and takes
+    its step. F of them are in flight at a time: as many as memory allows that each peer j of its routes r has for them:
 
         M = max(accumulate, F);   F = min(accumulate + mean number of hops, 1 / max_j sum_r part_r / capacity_rj)
         tokens/s = M * tokens / (M / F * E[longest] + (F - 1) * tokens / flow),  at most the flow
 
     where part_r is the share of the origin peer's micro-batches that take route r, flow is what its routes carry
-    together, and E[longest] is the expected longest time, without queues, of F random micro-batches.
+    together, and E[longest] is the expected longest time, without queues, of F random micro-batches. An origin peer on
+    others' routes pauses for fewer steps (`ExecutionTable.step_waits`): BESIDE_STEPS * flow. Several origin peers share
+    the memory of hops (`Pipeline.carried`).
 
     Args:
         pipeline: The costs of a micro-batch.
@@ -213,7 +225,11 @@ def in_rounds(
     for route, (rate, hops) in enumerate(paths):
         if len(hops) > 1 and rate > 0:
             by_origin[hops[0][0]].append(route)
-    for own in by_origin.values():
+    visited = {peer for _, hops in paths for peer, _, _ in hops[1:]}
+    for origin, own in by_origin.items():
+        if origin in visited:
+            rates[own] *= BESIDE_STEPS
+            continue
         flow = float(rates[own].sum())
         parts, routes = rates[own] / flow, [paths[route][1] for route in own]
         used_N = np.zeros(pipeline.costs.peers)  # share of each peer's memory that one micro-batch of the origin takes
@@ -226,7 +242,10 @@ def in_rounds(
         longest_s = _longest_s([pipeline.kept_s(hops, 0.0)[0] for hops in routes], parts, in_flight)
         round_s = many / in_flight * longest_s + (in_flight - 1) * pipeline.tokens / flow
         rates[own] *= min(1.0, many * pipeline.tokens / round_s / flow)
-    return rates
+    if len(by_origin) < 2:
+        return rates
+    limited = [(rate, hops) for rate, (_, hops) in zip(rates.tolist(), paths, strict=True)]
+    return pipeline.carried(limited, spans_N2, WAITING_FOR_STEPS)
 
 
 def _longest_s(seconds: Sequence[float], parts: Floats, count: float) -> float:

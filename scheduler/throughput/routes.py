@@ -58,6 +58,16 @@ def routes(flow: MaxFlow) -> list[tuple[float, list[Hop]]]:
     return sorted(found, key=lambda route: (-route[0], route[1]))
 
 
+def without_return(hops: Sequence[Hop]) -> list[Hop]:
+    """Return the route that running peers take instead of one that returns to its origin peer, as none does.
+
+    The origin peer, which has the first hop, computes all layers up to the end of its last hop.
+    """
+    origin = hops[0][0]
+    last = max(at for at, (peer, _, _) in enumerate(hops) if peer == origin)
+    return [(origin, hops[0][1], hops[last][2]), *hops[last + 1 :]]
+
+
 def flow_of(taken: Sequence[tuple[float, Sequence[Hop]]], flow: MaxFlow, seconds_NL: Floats) -> MaxFlow:
     """Return the part of a flow that takes some of its routes.
 

@@ -163,3 +163,12 @@ def test_a_peer_that_begins_few_micro_batches_at_a_time_is_worth_less_with_exact
         asked = PlanTask(NEEDS, ((PeerId("a"), origin), (PeerId("b"), HONEST[PeerId("b")])), links, 1)
         worth.append(evaluate_plans(EvaluatePlans(1, asked, (), searches=False, seed=1)).stay_tokens)
     assert 0 < worth[0] < 0.9 * worth[1] < 0.9 * 200 * HORIZON_S
+
+
+def test_a_peer_that_alone_holds_a_layer_computes_its_own_micro_batches_up_to_there() -> None:
+    """Its flow of 200 tokens/s passes through the second peer and back, but no route returns to its origin peer."""
+    held = {"a": range(3), "b": range(1, 2), "c": range(3, 4)}
+    members = tuple((PeerId(peer), TrainingPeer(one, 10**9, 100.0, 1e8)) for peer, one in held.items())
+    asked = PlanTask(NEEDS, members, TokenLinks(2.0, 0.8, 128), 1)
+    found = evaluate_plans(EvaluatePlans(1, asked, (), searches=False, seed=1))
+    assert found.stay_tokens / HORIZON_S == pytest.approx(100 / 0.75, rel=0.01)

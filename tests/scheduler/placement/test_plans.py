@@ -57,6 +57,7 @@ def swarm(**held: tuple[int, int, float]) -> dict[PeerId, TrainingPeer]:
 
 
 EVEN = swarm(A=(0, 2, 100.0), B=(0, 2, 100.0), C=(2, 4, 100.0), D=(2, 4, 100.0))
+STAYING = (("B", 0, 2), ("C", 2, 4), ("D", 2, 4))  # all peers of EVEN but A, in a plan that leaves them where they are
 # 120 tokens/s in the first half, 200 in the second; 160 in both is possible
 SLOWER = {**EVEN, PeerId("A"): replace(EVEN[PeerId("A")], tokens_per_s=20.0, changed=1.0)}
 
@@ -273,7 +274,7 @@ def test_plans_are_judged_again_when_peers_have_moved() -> None:
 def test_plans_are_judged_again_until_the_one_that_is_followed_is_carried_out() -> None:
     """Peers that judged some seconds earlier or later took another plan for the best (seed 32943 of the sweep)."""
     judge = Judge()
-    spans = (("A", 1, 2),)
+    spans = (("A", 1, 2), *STAYING)
     proposals = {"B": plan(time=99.0, reason="B", spans=spans), "C": plan(time=115.0, reason="C", spans=spans)}
     judge.judges(proposals, {"B": 104.0, "C": 120.0}, 116.0, stay=100.0)
     assert judge.plans.adopted == proposals["C"]
@@ -290,7 +291,7 @@ def test_plans_are_judged_again_until_the_one_that_is_followed_is_carried_out() 
 
 def test_each_change_of_mind_between_two_plans_leaves_twice_the_time_for_moves() -> None:
     """With figures that flicker a move was begun anew every ten seconds, until the plans expired."""
-    judge, spans = Judge(), (("A", 1, 2),)
+    judge, spans = Judge(), (("A", 1, 2), *STAYING)
     proposals = {"B": plan(time=99.0, reason="B", spans=spans), "C": plan(time=115.0, reason="C", spans=spans)}
     judged, now = list[float](), 116.0
     judge.judges(proposals, {"B": 104.0, "C": 120.0}, now, stay=100.0)
@@ -492,6 +493,15 @@ def test_a_stuck_peer_evaluates_a_plan_that_it_hears_of_before_it_searches() -> 
     judge.plans.handle(PlansEvaluated(asked.number, 0.0, (0.0,)), 110.0)
     (asked,) = judge.hears({}, 110.0, tight, stuck=True)
     assert asked.searches
+
+
+def test_a_peer_that_the_adopted_plan_does_not_name_leads_to_a_search_all_the_same() -> None:
+    """Six peers went back to a plan that two of them had made for four, and followed it for good."""
+    judge, joined = Judge(), {**EVEN, **swarm(E=(0, 2, 100.0))}
+    judge.judges({"B": moving("A", reason="B")}, {"B": 100.0}, 100.0, members=joined)
+    assert judge.plans.adopted is not None
+    judge.hears({}, 110.0, joined)
+    assert judge.plans.search.change == "1 new"
 
 
 def test_peers_that_hear_late_of_a_plan_begin_to_move_when_the_others_do() -> None:

@@ -9,7 +9,7 @@ from decentral.core import config
 from decentral.scheduler.throughput import max_flow, planned_in_flight
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.scheduler.throughput.planned_in_flight import JOBS_S, Flights, Pipeline
+from decentral.scheduler.throughput.planned_in_flight import BESIDE_STEPS, JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.span_search import FlowProblem
 
 SPANS = [(0, 1), (1, 2)]
@@ -89,6 +89,24 @@ def test_a_round_mostly_takes_as_long_as_the_slowest_of_its_routes() -> None:
     found = planned_in_flight.in_rounds(replace(three, costs=costs), [(50.0, ROUTE), (50.0, other)], spans, 1)
     longest_s = fast_s / 8 + slow_s * 7 / 8
     assert found.tolist() == pytest.approx([15 / (longest_s + 0.2)] * 2)
+
+
+def test_only_an_origin_peer_that_computes_for_no_other_trains_in_rounds() -> None:
+    """The second peer computes for the first one, too, so it pauses for fewer steps."""
+    three, own = trio(), [(1, 0, 1), (2, 1, 2)]
+    ample = replace(three, costs=replace(three.costs, memory_N=np.full(3, 1e4)))
+    first, second = planned_in_flight.in_rounds(ample, [(40.0, ROUTE), (30.0, own)], [(0, 1), (0, 2), (1, 2)], 1)
+    assert first == pytest.approx(30 / (2 * PASSES_S + 0.3 + 2 * 10 / 40))
+    assert second == pytest.approx(BESIDE_STEPS * 30)
+
+
+def test_origin_peers_share_the_memory_of_a_hop() -> None:
+    """Two micro-batches fit at the last peer, where each waits twice as long as it computes, for 1 s."""
+    three, passes_s = trio(), 1 + JOBS_S
+    costs = replace(three.costs, seconds_NL=10 * three.costs.seconds_NL, memory_N=np.array([1e4, 700.0, 1e4]))
+    both = [(5.0, ROUTE), (5.0, [(2, 0, 1), (1, 1, 2)])]
+    found = planned_in_flight.in_rounds(replace(three, costs=costs), both, [(0, 1), (1, 2), (0, 1)], 1)
+    assert found.sum() == pytest.approx(2 * 10 / (3 * passes_s))
 
 
 def test_a_hop_through_fewer_layers_takes_a_part_of_a_place() -> None:
