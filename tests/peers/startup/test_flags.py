@@ -103,6 +103,22 @@ def test_a_flag_replaces_the_folder_s_file_and_the_config_s() -> None:
     assert kept[1].data.path == "most"
 
 
+@pytest.mark.parametrize(
+    "changed", [OwnInputs(upload="off"), OwnInputs(data="most"), OwnInputs(upload="off", data="b")]
+)
+def test_the_line_that_began_the_run_is_accepted_after_flags_have_changed_what_it_names(changed: OwnInputs) -> None:
+    """A supervisor repeats its line after a reboot, though somebody has once started the peer with --upload off."""
+    folder, repeated = begun(TEXT), StartFlags(overrides=TEXT)
+    for flags in (StartFlags(own=changed), repeated):
+        kept = StateFolder(folder).read_run(flags.own)
+        flags.require_consistent(kept, folder)
+        assert kept is not None
+        StateFolder(folder).write_run(*kept)
+        assert kept[1].own_inputs.upload == (changed.upload or str(Path("copies").absolute()))
+    said = refusal(folder, StartFlags(overrides=(*TEXT, "train.upload=elsewhere")))
+    assert "not elsewhere; leave train.upload out" in said
+
+
 def test_a_destination_that_the_run_lacks_is_refused_too() -> None:
     said = refusal(begun(TEXT[:2]), StartFlags(overrides=TEXT[:2] + ("train.upload=copies",)))
     assert "where train.upload is not set, not copies; leave train.upload out, or" in said
