@@ -120,8 +120,13 @@ class StartFlags:
 
 
 def _same_place(one: str, other: str | None) -> bool:
-    """Return whether two texts are equal, or paths of the same file; state folders have absolute paths."""
-    return other is not None and (one == other or os.path.realpath(one) == os.path.realpath(other))
+    """Return whether two texts are equal, or paths of the same file; `other` is of a state folder, with absolute paths.
+
+    A path that leads nowhere in this working folder is taken for one that began the run in another working folder.
+    """
+    if other is None or one == other or os.path.realpath(one) == os.path.realpath(other):
+        return other is not None
+    return os.path.isabs(other) and not os.path.exists(one) and other.endswith(os.sep + os.path.normpath(one))
 
 
 @dataclass(frozen=True, slots=True)

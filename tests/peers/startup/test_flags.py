@@ -94,6 +94,20 @@ def test_the_same_file_by_another_path_is_no_difference(tmp_path: Path) -> None:
     flags.require_consistent(StateFolder(folder).read_run(flags.own), folder)
 
 
+def test_the_line_that_began_the_run_is_accepted_in_another_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service repeats a line that was first typed at home, but in the folder /."""
+    Path("texts").mkdir()
+    folder = begun(TEXT).absolute()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    flags = StartFlags(overrides=TEXT)
+    flags.require_consistent(StateFolder(folder).read_run(flags.own), folder)
+    Path("texts").mkdir()
+    assert "not texts; leave data.path out" in refusal(folder, flags)
+
+
 def test_a_flag_replaces_the_folder_s_file_and_the_config_s() -> None:
     folder = begun(TEXT)
     flags = StartFlags(overrides=(*TEXT, "data.path=more"), own=OwnInputs(data="most"))
