@@ -192,9 +192,10 @@ class JobThreads:
         """Run a HELD phase while the worker waits, after all corrections that the worker has computed.
 
         If the worker is busy, training does not wait for it: the phase comes after the next step, and the worker begins
-        nothing until then.
+        nothing until then. Later HELD phases come after it.
         """
-        if not self._beside.hold(wait=self._waits):
+        others_wait = any(other.phase is Phase.HELD for other in self._later)
+        if others_wait or not self._beside.hold(wait=self._waits):
             self._later.append(task)
             return
         if task not in self._put_last and not self._edge.empty():

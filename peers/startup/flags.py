@@ -89,15 +89,19 @@ class StartFlags:
     def _require_kept_inputs(self, kept: tuple[RunId, Config], folder: Path) -> None:
         """Raise UserError if CONFIG or --set names another own file or upload destination than the folder's run.
 
-        The folder's values are used, and only flags change them; so a value that no flag replaces must be the same.
+        The folder's values are used, and only flags change them. So a value that no flag replaces must be the same, or
+        that of the folder's first start: a supervisor repeats that command after a user has changed the value by flags.
         """
+        first = StateFolder(folder).first_inputs()
         said, known = tree_of(self.config, self.overrides), kept[1].model_dump(by_alias=True)
         for section, fields in OWN_KEYS.items():
             values = said.get(section)
             for key, field_name in fields.items():
                 given = values.get(key) if isinstance(values, dict) else None
                 old, flag = known[section][key], FLAGS[field_name]
-                if given is None or getattr(self.own, field_name) is not None or _same_place(given, old):
+                if given is None or getattr(self.own, field_name) is not None:
+                    continue
+                if _same_place(given, old) or _same_place(given, getattr(first, field_name)):
                     continue
                 change = f"change it by decentral.peer --state-dir {quote(str(folder))} {flag} {quote(str(given))}"
                 belongs = f"{folder} belongs to run {kept[0]}, where {section}.{key} is {old or 'not set'}, not {given}"
@@ -116,8 +120,13 @@ class StartFlags:
 
 
 def _same_place(one: str, other: str | None) -> bool:
-    """Return whether two texts are equal, or paths of the same file; state folders have absolute paths."""
-    return other is not None and (one == other or os.path.realpath(one) == os.path.realpath(other))
+    """Return whether two texts are equal, or paths of the same file; `other` is of a state folder, with absolute paths.
+
+    A path that leads nowhere in this working folder is taken for one that began the run in another working folder.
+    """
+    if other is None or one == other or os.path.realpath(one) == os.path.realpath(other):
+        return other is not None
+    return os.path.isabs(other) and not os.path.exists(one) and other.endswith(os.sep + os.path.normpath(one))
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,11 +154,17 @@ class StateFolder:
             settings = received.received(text)
         except UserError as error:
             raise UserError(f"{self.path / 'run.json'}: {error}; or use another --state-dir") from None
-        kept_own = OwnInputs.of(lambda name: text if isinstance(text := named.get(name), str) else None)
-        return RunId(run), settings, kept_own
+        return RunId(run), settings, _inputs(named)
+
+    def first_inputs(self) -> OwnInputs:
+        """Return the user's own files and code at the first start of the folder's run; later flags may replace them."""
+        kept = self._read("run.json") or {}
+        return _inputs(kept.get("begun") or kept.get("own"))
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
         """Write the run, its config, and the absolute paths of the user's own files and code to `run.json`.
+
+        The file keeps the paths of the first start, too.
 
         Raises:
             UserError: If the file cannot be written.
@@ -170,7 +176,9 @@ class StateFolder:
                 named[key] = str(Path(named[key]).absolute())
         if (place := named["upload"]) is not None and place != NO_UPLOAD and not is_address(place):
             named["upload"] = str(Path(place).absolute())
-        self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
+        first = self.first_inputs()
+        begun = named if first == NOTHING_NAMED else asdict(first)
+        self._write("run.json", {"run": run, "config": settings.canonical(), "own": named, "begun": begun})
 
     def data_name(self) -> str:
         """Return the name of the data that the peer reads, without the folders before it; "" if it names none.
@@ -348,6 +356,12 @@ def refuse_peer(path: Path) -> None:
         whole = f"for its whole swarm give --state-dir {path.parent}; " if _peers_in(path.parent) else ""
         alone = f"for this peer alone: decentral.peer --state-dir {path}"
         raise UserError(f"--state-dir {path} is the folder of one peer; {whole}{alone}")
+
+
+def _inputs(named: object) -> OwnInputs:
+    """Return the own inputs in a part of `run.json`; a value that is not text counts as not named."""
+    known = named if isinstance(named, dict) else {}
+    return OwnInputs.of(lambda name: text if isinstance(text := known.get(name), str) else None)
 
 
 def _made_by_a_start(folder: Path) -> set[str]:

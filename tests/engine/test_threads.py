@@ -220,6 +220,28 @@ def test_training_does_not_wait_for_a_busy_worker_but_takes_a_step_before_the_he
     assert log.index("step") < log.index("b held") < log.index("c beside")
 
 
+def test_a_held_phase_that_waits_for_a_step_comes_before_later_ones(two: Two) -> None:
+    began, may_end = threading.Event(), threading.Event()
+    busy = two.submit(job("a"), BESIDE)
+
+    def work() -> None:
+        began.set()
+        may_end.wait(LIMIT_S)
+
+    two.within[busy, 0] = work
+    two.submit(job("b"), HELD)
+    two.worker.start()
+    assert began.wait(LIMIT_S)
+    task = two.threads.at_edge(wait=False)
+    assert task is not None
+    two.threads.do_at_edge(task)
+    may_end.set()
+    two.threads._beside.hold(wait=True)  # the worker is free before the step has ended
+    two.submit(job("c"), HELD)
+    two.edge()
+    assert [line for line in two.end() if line in ("b held", "c held", "step")] == ["step", "b held", "c held"]
+
+
 def test_no_other_held_phase_comes_between_a_held_phase_and_what_is_beside_after_it(two: Two) -> None:
     two.submit(job("a"), HELD, BESIDE)
     two.submit(job("b"), HELD)

@@ -94,6 +94,20 @@ def test_the_same_file_by_another_path_is_no_difference(tmp_path: Path) -> None:
     flags.require_consistent(StateFolder(folder).read_run(flags.own), folder)
 
 
+def test_the_line_that_began_the_run_is_accepted_in_another_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service repeats a line that was first typed at home, but in the folder /."""
+    Path("texts").mkdir()
+    folder = begun(TEXT).absolute()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    flags = StartFlags(overrides=TEXT)
+    flags.require_consistent(StateFolder(folder).read_run(flags.own), folder)
+    Path("texts").mkdir()
+    assert "not texts; leave data.path out" in refusal(folder, flags)
+
+
 def test_a_flag_replaces_the_folder_s_file_and_the_config_s() -> None:
     folder = begun(TEXT)
     flags = StartFlags(overrides=(*TEXT, "data.path=more"), own=OwnInputs(data="most"))
@@ -101,6 +115,22 @@ def test_a_flag_replaces_the_folder_s_file_and_the_config_s() -> None:
     flags.require_consistent(kept, folder)
     assert kept is not None
     assert kept[1].data.path == "most"
+
+
+@pytest.mark.parametrize(
+    "changed", [OwnInputs(upload="off"), OwnInputs(data="most"), OwnInputs(upload="off", data="b")]
+)
+def test_the_line_that_began_the_run_is_accepted_after_flags_have_changed_what_it_names(changed: OwnInputs) -> None:
+    """A supervisor repeats its line after a reboot, though somebody has once started the peer with --upload off."""
+    folder, repeated = begun(TEXT), StartFlags(overrides=TEXT)
+    for flags in (StartFlags(own=changed), repeated):
+        kept = StateFolder(folder).read_run(flags.own)
+        flags.require_consistent(kept, folder)
+        assert kept is not None
+        StateFolder(folder).write_run(*kept)
+        assert kept[1].own_inputs.upload == (changed.upload or str(Path("copies").absolute()))
+    said = refusal(folder, StartFlags(overrides=(*TEXT, "train.upload=elsewhere")))
+    assert "not elsewhere; leave train.upload out" in said
 
 
 def test_a_destination_that_the_run_lacks_is_refused_too() -> None:
