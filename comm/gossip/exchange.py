@@ -85,7 +85,7 @@ class ExchangePhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PulledSnapshot:
-    """A partner's snapshot that `snapshots.check` has accepted, with the times and bytes of its transfer."""
+    """A partner's snapshot that `snapshots.reason_to_refuse` has accepted, with the times and bytes of its transfer."""
 
     contribution: Contribution
     published_at: Seconds  # Unix time, by the partner's clock
@@ -320,7 +320,8 @@ class PullExchange:
         blob, after, window = event.envelope.blob, self.seen.get(event.peer, 0), self._window
         own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
         came = tuple(section for section in self._slices_from(event.peer) if section in snapshot.layout)
-        refused = snapshots.check(self.context, snapshot, blob, (*own, *came), after, now, self.usual_answer_bytes)
+        layout, own_bytes = (*own, *came), self.usual_answer_bytes
+        refused = snapshots.reason_to_refuse(self.context, snapshot, blob, layout, after, now, own_bytes)
         if refused:
             if refused == Reason.REPLAY:  # an honest partner sends only windows newer than `after`
                 self._doubted[event.peer] = DOUBTED_WINDOWS

@@ -163,7 +163,7 @@ class PullRule(UpdateRule):
         for name in names:
             packer.add(name, SLOW_WEIGHTS_CODEC, self.phi[self.slices[name]])
 
-    def read(self, one: Contribution) -> PulledWindow:
+    def partner_window(self, one: Contribution) -> PulledWindow:
         """Return a partner's window with its sections still encoded, after checking them.
 
         Raises:

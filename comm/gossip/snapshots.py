@@ -153,7 +153,7 @@ def describe(context: FragmentContext, closed: WindowClosed, lasted_s: Seconds, 
     return Snapshot(run, fragment, closed.seq, closed.tokens, at, closed.layout, digest, round(lasted_s, 3))
 
 
-def check(
+def reason_to_refuse(
     context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds, own_bytes: int
 ) -> str:
     """Return the reason to refuse a partner's snapshot, or "" if the snapshot is valid.

@@ -141,7 +141,7 @@ class UpdateRule:
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these sections of `on_request`; call it between a window's close and its merge."""
 
-    def read(self, one: Contribution) -> PartnerWindow:
+    def partner_window(self, one: Contribution) -> PartnerWindow:
         """Return a partner's window, decoded; its layout must have been checked (`gossip_jobs.require_layout`).
 
         Raises:

@@ -120,8 +120,8 @@ class Ledger(Protocol):
         """Record the outcome of an Undo job; `done`: the aborted execution's gradients were taken out of the sum."""
         return []
 
-    def due_jobs(self, quiet: bool) -> list[Effect]:
-        """Return the Seal, Apply and Drop jobs that can run now, given whether a step may change weights (`quiet`)."""
+    def due_jobs(self) -> list[Effect]:
+        """Return the Undo, Seal, Apply and Drop jobs that can run now. The router sets `quiet` before."""
         return []
 
 
@@ -185,12 +185,8 @@ class GradientLedger:
         self.entries[local_id] = replace(self.entries[local_id], undo=None)
         return self._advance()
 
-    def due_jobs(self, quiet: bool) -> list[Effect]:
-        """Set `self.quiet`, which tells whether a step may change the weights; return the jobs that can run now.
-
-        These are Seal, Apply and Drop jobs.
-        """
-        self.quiet = quiet
+    def due_jobs(self) -> list[Effect]:
+        """Return the Undo, Seal, Apply and Drop jobs that can run now."""
         return self._advance()
 
     def waiting(self, steps: int = 1, least: int = 0) -> bool:

@@ -152,7 +152,8 @@ class Router:
         self._wake = None
         self.ledger.quiet = self.table.quiet
         effects = self._react(event, now) if heard is None else heard
-        effects += self.ledger.due_jobs(self.table.quiet)
+        self.ledger.quiet = self.table.quiet  # the event may have changed it
+        effects += self.ledger.due_jobs()
         effects += self.table.dispatch()
         return effects + self.own.begin(now) + self.commits.tell()
 

@@ -26,7 +26,7 @@ class Algorithm:
     large_memory_bytes: int = 0
     full_merge_memory_bytes: int = 0
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
-    exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
+    synchronous: bool = False  # whether all peers take each step together, with all peers' gradients (comm/rounds)
 
     def state_bytes(self, parameters: int, full_merges: bool) -> int:
         """Return the most bytes that gossip state and snapshots take in a fragment with this many parameters."""
@@ -96,7 +96,7 @@ ALGORITHMS = {
             name="synchronous",
             rule="decentral.comm.rounds.synchronous_rule:SynchronousRule",
             memory_bytes=24,  # six fp32 sums of gradients, those of three peers in two rounds
-            exact=True,
+            synchronous=True,
         ),
     )
 }

@@ -257,7 +257,7 @@ class Config(Strict):
     @property
     def synchronous(self) -> bool:
         """Whether all peers take each step together, with the sum of their gradients (comm/rounds)."""
-        return ALGORITHMS[self.gossip.algorithm].exact
+        return ALGORITHMS[self.gossip.algorithm].synchronous
 
     @model_validator(mode="after")
     def rounds_are_possible(self) -> "Config":

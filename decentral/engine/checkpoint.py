@@ -343,7 +343,7 @@ class RetainedStateStore:
 
     def read(self, fragment: int) -> RetainedState | None:
         """Return a fragment's retained state; None if the folder has no readable state of this fragment and run."""
-        if (found := self._facts(fragment)) is None:
+        if (found := self._step_and_layout(fragment)) is None:
             return None
         try:
             with safe_open(self._path(fragment), framework="np") as file:
@@ -359,10 +359,10 @@ class RetainedStateStore:
 
     def steps(self, fragments: Iterable[int]) -> RetainedStates:
         """Return (fragment, learning-rate step) for each of `fragments` that has a retained state of this run."""
-        found = ((fragment, self._facts(fragment)) for fragment in fragments)
+        found = ((fragment, self._step_and_layout(fragment)) for fragment in fragments)
         return tuple((fragment, facts[0]) for fragment, facts in found if facts is not None)
 
-    def _facts(self, fragment: int) -> tuple[int, Layout] | None:
+    def _step_and_layout(self, fragment: int) -> tuple[int, Layout] | None:
         try:
             with safe_open(self._path(fragment), framework="np") as file:
                 facts = strict_json.loads(file.metadata()["facts"])

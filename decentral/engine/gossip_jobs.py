@@ -125,13 +125,15 @@ class GossipedFragment:
         yield from self.correct(correction)
         return correction is not None
 
-    def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[PartnerWindow], list[tuple[PeerId, str]]]:
+    def accepted(
+        self, contributions: Sequence[jobs.Contribution]
+    ) -> tuple[list[PartnerWindow], list[tuple[PeerId, str]]]:
         """Return the contributions that pass the checks, and (partner, reason) for each refused contribution."""
         parts, rejected = [], []
         for one in contributions:
             try:
                 require_layout(one, self.rule.sections, (*self.layout, *self.codings, *self.on_request))
-                parts.append(self.rule.read(one))
+                parts.append(self.rule.partner_window(one))
             except ProtocolError as error:
                 rejected.append((one.peer, error.reason))
         return parts, rejected
@@ -272,7 +274,7 @@ class FragmentGossip:
     def _merge(self, job: jobs.Merge) -> Program:
         yield Phase.BESIDE
         gossiped = self._by_index[job.fragment]
-        parts, rejected = gossiped.read(job.contributions)
+        parts, rejected = gossiped.accepted(job.contributions)
         steps = gossiped.live.steps + self.steps_to_edge()
         yield from gossiped.correct(gossiped.rule.merge(parts, steps))
         left_out = gossiped.rule.left_out
@@ -315,7 +317,7 @@ class FragmentGossip:
         Call it between two steps.
         """
         gossiped = self._by_index[fragment]
-        parts, rejected = gossiped.read(sums)
+        parts, rejected = gossiped.accepted(sums)
         gossiped.rule.advance(gossiped.live, parts)
         return rejected
 

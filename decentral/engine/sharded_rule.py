@@ -94,7 +94,7 @@ class ShardedPullRule(PullRule):
         with self._at_hand((Slot.PHI,)):
             super().encode(packer, names)
 
-    def read(self, one: Contribution) -> PulledWindow:
+    def partner_window(self, one: Contribution) -> PulledWindow:
         """Check a partner's window, and return it with its sections still encoded.
 
         If the window has slow weights, phi stays whole here until `merge`, which must follow.
@@ -104,7 +104,7 @@ class ShardedPullRule(PullRule):
         """
         if any(section.name in self.slices for section in one.layout):
             self._gather((Slot.PHI,))
-        return super().read(one)
+        return super().partner_window(one)
 
     def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
         """Take the outer step with partners' windows, and return the correction of the weights."""

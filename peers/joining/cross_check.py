@@ -83,18 +83,18 @@ def largest(piece: Blob) -> tuple[float, int]:
     return float(sizes[at]), 4 * at // SAMPLE_BYTES * SAMPLE_BYTES
 
 
-def differs(sample: DonorSample, exact: bool) -> bool:
+def differs(sample: DonorSample, synchronous: bool) -> bool:
     """Return whether a donor's sample is too far from the bytes of two witnesses to be from an honest replica.
 
     Args:
         sample: The donor's and witnesses' bytes. With fewer than WITNESSES witnesses, or with a number that is not
             finite, the result is False.
-        exact: Whether replicas are bit-identical. If so, the result is True if the witnesses agree with each other
-            and not with the donor.
+        synchronous: Whether the run is synchronous, so that replicas are bit-identical. If so, the result is True if
+            the witnesses agree with each other and not with the donor.
     """
     if len(sample.held) < WITNESSES or any(map(_not_comparable, (sample.said, *sample.held))):
         return False
-    if exact:
+    if synchronous:
         return sample.said not in sample.held and sample.held[0] == sample.held[1]
     rows = np.stack([_numbers(one).astype(np.float64) for one in (sample.said, *sample.held)])
     if not np.isfinite(rows).all():

@@ -82,7 +82,7 @@ class Donor:
     fragments: Sequence[Fragment]
     retained: RetainedStates = ()  # states on disk of fragments that this peer does not hold
     uplink: MeasuredUplink | None = None
-    exact: bool = False  # whether the run is synchronous; if so, only states of the present step may be sent
+    synchronous: bool = False  # if the run is synchronous, only states of the present step may be sent
     exports: dict[ExportName, Export] = field(default_factory=dict)
     # requests that wait until a state is encoded: (number of the request, newcomer, request)
     _waiting: dict[ExportName, list[tuple[int, PeerId, StateRequest]]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Donor:
             return [_refuse(request, Reason.FRAGMENT)]
         name = (pull.fragment, pull.kept)
         export = self.exports.get(name)
-        outdated = self.exact and export is not None and not pull.kept and export.step != step
+        outdated = self.synchronous and export is not None and not pull.kept and export.step != step
         if export is not None and export.serves(sender, now) and not outdated:
             return [self._piece(request, sender, pull, export, now), *self._encode()]
         if sum(map(len, self._waiting.values())) >= MOST_WAITING:

@@ -173,7 +173,7 @@ class Fetch:
     tag: type[FetchTag]  # marks the requests, so that their answers reach their sender: `Join` or `SpanMove`
     chance: Random
     holders: StateHolders = field(repr=False, compare=False)
-    exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
+    synchronous: bool = False  # if True, all pieces of a fragment must have one version
     incoming: dict[int, Incoming] = field(default_factory=dict)  # fragment index -> its state as far as it has arrived
     donors: list[PeerId] = field(default_factory=list)
     used: set[PeerId] = field(default_factory=set)
@@ -200,10 +200,10 @@ class Fetch:
         """Return the learning-rate step at which to begin training; 0 if no donor has answered.
 
         The result is the lower median of the donors' steps, since one donor may lie; the step clock corrects a step
-        that is too low (peers/runtime/progress.py). In a synchronous run (`exact`) the highest step is the result.
+        that is too low (peers/runtime/progress.py). In a synchronous run the highest step is the result.
         """
         steps = sorted(self.steps.values())
-        return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
+        return (steps[-1] if self.synchronous else steps[(len(steps) - 1) // 2]) if steps else 0
 
     def keep_complete(self) -> None:
         """Stop fetching the fragments that are not complete, and discard their pieces."""
@@ -293,10 +293,11 @@ class Fetch:
         message = event.envelope.message
         if not isinstance(message, StateChunk) or message.offset != offset:
             return self._failed(event.peer, message.reason if isinstance(message, Refused) else "unexpected")
-        if self.exact and message.step > incoming.step:
-            incoming.forget()
-        if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
-            return self._not_now(event.peer)  # this donor's state does not match the pieces of other donors
+        if self.synchronous:
+            if message.step > incoming.step:
+                incoming.forget()
+            if message.step < incoming.step or (incoming.pieces and message.version != incoming.version):
+                return self._not_now(event.peer)  # this donor's state does not match the pieces of other donors
         try:
             incoming.take(event.peer, message, event.envelope.blob)
         except ProtocolError as error:
@@ -347,14 +348,14 @@ class Fetch:
             return []  # the sample is judged already, or its fragment is fetched again
         held = None
         if isinstance(event, Answered) and isinstance(chunk := event.envelope.message, StateChunk):
-            comparable = not self.exact or (chunk.step, chunk.version) == sample.version
+            comparable = not self.synchronous or (chunk.step, chunk.version) == sample.version
             if len(event.envelope.blob) == len(sample.said) and comparable:
                 held = event.envelope.blob
         sample.answered(held)
         if not sample.over:
             return self._ask_witnesses()
         del self.samples[name]
-        if sample.donor not in self.accused and cross_check.differs(sample, self.exact):
+        if sample.donor not in self.accused and cross_check.differs(sample, self.synchronous):
             return self._leave_out(sample.donor)
         return []
 

@@ -71,7 +71,7 @@ class Join:
     restored: bool
     chance: Random
     view: JoinView = field(repr=False, compare=False)
-    exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
+    synchronous: bool = False  # if True, all pieces of a fragment must have one version
     has_weights: bool = False  # whether the peer can train without donors: it has a checkpoint, or joins again
     waits: str = ""  # what the user is told while this peer waits for the first piece from a donor; else ""
     phase: JoinPhase = JoinPhase.WAITING
@@ -83,7 +83,7 @@ class Join:
 
     def __post_init__(self) -> None:
         """Create `self.fetch`, the machine that requests pieces from donors."""
-        self.fetch = Fetch(self.run, JoinTag, self.chance, self, self.exact)
+        self.fetch = Fetch(self.run, JoinTag, self.chance, self, self.synchronous)
 
     @property
     def has_state(self) -> bool:
@@ -230,7 +230,7 @@ class Join:
         return bool(self.fetch.steps) and enough and self.fetch.step < self.own_step
 
     def _import(self) -> list[Effect]:
-        if self.exact and self.fetch.fetch_again():
+        if self.synchronous and self.fetch.fetch_again():
             return self.fetch.ask()
         self.phase, self.wake_at = JoinPhase.IMPORTING, None
         return [ImportState(self.fetch.donated(), self._first_step())]
@@ -240,7 +240,7 @@ class Join:
 
         In an asynchronous run, the result is at most CLOCK_TIMES * (median step of the swarm) + CLOCK_MORE.
         """
-        known = None if self.exact else self.view.swarm_step()
+        known = None if self.synchronous else self.view.swarm_step()
         return self.fetch.step if known is None else min(self.fetch.step, CLOCK_TIMES * known + CLOCK_MORE)
 
     def _start_over(self, reason: str, now: Seconds) -> list[Effect]:

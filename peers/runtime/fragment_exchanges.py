@@ -142,7 +142,7 @@ class FragmentExchanges:
 
     def refusal(self, index: int) -> Refused | None:
         """Return the refusal of another peer's pull of this fragment; None if our exchange can answer the pull."""
-        if self.algorithm.exact:
+        if self.algorithm.synchronous:
             return Refused(Reason.ALGORITHM, f"this run gossips by {self.algorithm.name}")
         if index in self.running:
             return None
@@ -151,7 +151,7 @@ class FragmentExchanges:
     def _exchange(self, fragment: Fragment, now: Seconds) -> Exchange:
         """Return a new exchange of a fragment; windows of different fragments end at different times."""
         setup, known = self.setup.now, self.algorithm
-        assert not known.exact, f"{known.name} has no exchanges"
+        assert not known.synchronous, f"{known.name} has no exchanges"
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
         # Whether this peer held the fragment earlier, before a restart or before it dropped the fragment.

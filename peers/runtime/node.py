@@ -195,7 +195,7 @@ class Node:
             restored=restored,
             chance=chance,
             view=selection,
-            exact=setup.config.synchronous,
+            synchronous=setup.config.synchronous,
             has_weights=restored or self.progress.joined_at is not None,
         )
 

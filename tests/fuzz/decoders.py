@@ -220,7 +220,7 @@ def contribution(data: bytes) -> None:
     rule, layout = _rule(ALGORITHMS[_choice(data, len(ALGORITHMS))])
     one = Contribution(PeerId("B"), 64, layout, data[1:])
     gossip_jobs.require_layout(one, rule.sections, layout)
-    for vector in rule.read(one).vectors.values():
+    for vector in rule.partner_window(one).vectors.values():
         assert torch.isfinite(vector).all()
 
 
@@ -448,7 +448,7 @@ DECODERS: dict[str, Decoder] = {
         contribution,
         (
             "engine.gossip_jobs.require_layout",
-            "comm.gossip.update_rules.read",
+            "comm.gossip.update_rules.partner_window",
             "comm.rounds.synchronous_rule.check",
         ),
     ),
@@ -480,7 +480,7 @@ DECODERS: dict[str, Decoder] = {
         ),
     ),
     "checkpoint_file": Decoder(checkpoint_file, ("engine.checkpoint.read", "engine.checkpoint._read"), 1 << 14),
-    "retained_file": Decoder(retained_file, ("engine.checkpoint._facts", "engine.checkpoint.read")),
+    "retained_file": Decoder(retained_file, ("engine.checkpoint._step_and_layout", "engine.checkpoint.read")),
     "position_file": Decoder(position_file, ("engine.micro_batch_numbers.of",), 64),
     "run_file": Decoder(
         run_file, ("peers.startup.state.read_run", "peers.startup.state._read", "view.page.sources.facts")

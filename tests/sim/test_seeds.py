@@ -136,10 +136,10 @@ def no_digests(off: Switch) -> None:
 
 
 def no_replay_check(off: Switch) -> None:
-    check = snapshots.check
+    check = snapshots.reason_to_refuse
     off.setattr(
         snapshots,
-        "check",
+        "reason_to_refuse",
         lambda context, sent, blob, layout, _, now, own: check(context, sent, blob, layout, -1, now, own),
     )
 
@@ -150,7 +150,7 @@ def no_write_deadline(off: Switch) -> None:
 
 def no_staleness_limit(off: Switch) -> None:
     """No age is too old, neither when an answer comes nor when it is merged."""
-    check, merge = snapshots.check, exchange.PullExchange._merge
+    check, merge = snapshots.reason_to_refuse, exchange.PullExchange._merge
 
     def endless(context: FragmentContext) -> FragmentContext:
         return replace(context, fresh_s=1e12)
@@ -161,7 +161,7 @@ def no_staleness_limit(off: Switch) -> None:
         machine.context = context
         return effects
 
-    off.setattr(snapshots, "check", lambda context, *rest: check(endless(context), *rest))
+    off.setattr(snapshots, "reason_to_refuse", lambda context, *rest: check(endless(context), *rest))
     off.setattr(exchange.PullExchange, "_merge", merge_all)
 
 

@@ -34,7 +34,7 @@ def rule_after_a_close(algorithm: Algorithm) -> tuple[update_rules.UpdateRule, i
     layer = nn.Linear(SIDE, SIDE, bias=False)
     live = Live(Fragment(0, 0, 1, SIDE * SIDE), [layer], torch.device("cpu"), config.TrainConfig())
     rule, packer = update_rules.rule(settings(algorithm), live.theta, PeerId("A"), TOOLS), Packer(blockwise)
-    if algorithm.exact:
+    if algorithm.synchronous:
         rule.close_round(live, packer)
     else:
         theta = rule.buffer()
@@ -71,7 +71,7 @@ def test_an_algorithm_that_is_no_text_is_refused_in_the_same_words(value: str) -
 @every_algorithm
 def test_the_gossip_state_of_a_parameter_takes_no_more_than_the_record_says(algorithm: Algorithm) -> None:
     rule, published, parameters = rule_after_a_close(algorithm)
-    copies = HOLDERS * ROUNDS_KEPT if algorithm.exact else snapshots.ROUNDS_KEPT if algorithm.blocking else 1
+    copies = HOLDERS * ROUNDS_KEPT if algorithm.synchronous else snapshots.ROUNDS_KEPT if algorithm.blocking else 1
     held = sum(tensor.nbytes for tensor in tensors_in(rule)) + copies * published
     assert held <= algorithm.memory_bytes * parameters
     assert held >= 0.5 * algorithm.memory_bytes * parameters

@@ -20,7 +20,7 @@ def test_what_was_published_before_a_restart_is_stale(restored_at: float, refuse
     view = Stretched(1, 3.0)
     context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, view, restored_at=restored_at)
     snapshot = Snapshot("run", 0, 95_000, 10, 95.0, LAYOUT, blobs.digest(BLOB))
-    assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW, len(BLOB)) == refused
+    assert snapshots.reason_to_refuse(context, snapshot, BLOB, LAYOUT, 0, NOW, len(BLOB)) == refused
 
 
 def test_what_a_partner_sends_says_nothing_about_how_long_our_windows_are() -> None:
@@ -34,5 +34,5 @@ def test_what_a_partner_sends_says_nothing_about_how_long_our_windows_are() -> N
     view = Recorded(1, 3.0)
     context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, view)
     snapshot = Snapshot("run", 0, 95_000, 10, 95.0, LAYOUT, blobs.digest(BLOB))
-    assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW, 77) == ""
+    assert snapshots.reason_to_refuse(context, snapshot, BLOB, LAYOUT, 0, NOW, 77) == ""
     assert asked == [77]

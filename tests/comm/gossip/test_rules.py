@@ -58,7 +58,7 @@ class Replica:
         return Contribution(self.peer, window.tokens, *packer.finish())
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
-        parts = [self.rule.read(one) for one in contributions]
+        parts = [self.rule.partner_window(one) for one in contributions]
         self.correct(self.rule.merge(parts, self.live.steps))
 
     def copied(self) -> Tensor:

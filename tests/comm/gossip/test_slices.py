@@ -102,7 +102,7 @@ def test_a_slice_moves_its_part_of_the_slow_weights_and_no_other() -> None:
     one = update_rules.rule(GossipConfig(), ours.clone(), PeerId("A"), TOOLS)
     assert isinstance(one, PullRule)
     one.close(ours + 0.3, Window(100, 1), Packer(blockwise))
-    one.merge([one.read(sent(theirs, "B", ["phi.0", "phi.5"]))], 1)
+    one.merge([one.partner_window(sent(theirs, "B", ["phi.0", "phi.5"]))], 1)
     moved = one.phi - (ours + 0.3)
     for name, part in one.slices.items():
         assert torch.allclose(moved[part], torch.tensor(0.05 if name in ("phi.0", "phi.5") else 0.0), atol=0.03), name

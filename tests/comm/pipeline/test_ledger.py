@@ -72,8 +72,9 @@ def test_gradients_are_taken_out_between_passes_only_and_are_not_enough_for_a_st
     assert ledger.waiting()
     assert ledger.abort(1) == []
     assert not ledger.waiting()
-    assert ledger.due_jobs(quiet=True) == [undo(1)]
-    assert ledger.due_jobs(quiet=True) == []
+    ledger.quiet = True
+    assert ledger.due_jobs() == [undo(1)]
+    assert ledger.due_jobs() == []
 
 
 def test_gradients_that_could_not_be_taken_out_drop_the_sum() -> None:
@@ -152,7 +153,8 @@ def test_what_waits_is_spread_evenly_over_the_slots() -> None:
     ledger.quiet = False
     for number in range(2, 5):
         ledger.add(number, entry(number), CommitState.IN_DOUBT)
-    assert kinds(ledger.due_jobs(quiet=True)) == ["Seal"]  # four wait: two of them, at least, in the second sum
+    ledger.quiet = True
+    assert kinds(ledger.due_jobs()) == ["Seal"]  # four wait: two of them, at least, in the second sum
     ledger.sealed((2, 3, 4), 1)
     assert kinds(ledger.commit(1)) == ["Apply", "counted"]
     assert ledger.add(5, entry(5), CommitState.IN_DOUBT) == []  # of four the slots have three already

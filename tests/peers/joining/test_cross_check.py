@@ -39,14 +39,14 @@ def replica(number: int, spread: float = 0.14) -> Floats:
 class Swarm:
     """Donors that answer at their own speeds, in virtual time."""
 
-    def __init__(self, states: dict[PeerId, Floats], seconds: dict[PeerId, float], exact: bool = False) -> None:
+    def __init__(self, states: dict[PeerId, Floats], seconds: dict[PeerId, float], synchronous: bool = False) -> None:
         self.states = {peer: state.tobytes() for peer, state in states.items()}
         self.seconds, self.now, self.count = seconds, 0.0, 0
         self.pieces = Counter[PeerId]()
         self.bytes_ = Counter[PeerId]()
         self.lines: list[DonorFailedLine] = []
         self.agenda: list[tuple[float, int, Ask]] = []
-        self.fetch = Fetch(RUN, FetchTag, Random(0), AnyHolder(), exact)
+        self.fetch = Fetch(RUN, FetchTag, Random(0), AnyHolder(), synchronous)
 
     def run(self) -> list[Floats]:
         self.fetch.begin([Incoming(fragment, LAYOUT) for fragment in FRAGMENTS], 0.0)
@@ -137,6 +137,6 @@ def test_where_most_differ_not_all_are_left_out() -> None:
 def test_equal_replicas_are_compared_byte_by_byte() -> None:
     lie = TRUTH.copy()
     lie[7::1024] *= 1.0001
-    swarm = Swarm({**dict.fromkeys(HONEST, TRUTH), LIAR: lie}, SPEEDS, exact=True)
+    swarm = Swarm({**dict.fromkeys(HONEST, TRUTH), LIAR: lie}, SPEEDS, synchronous=True)
     assert all((found == TRUTH).all() for found in swarm.run())
     assert swarm.left_out == [LIAR]
