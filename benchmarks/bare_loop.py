@@ -110,6 +110,7 @@ def _optimizers(
     model: nn.Module, train: config.TrainConfig
 ) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LambdaLR]]:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the others; with their schedules."""
+    assert train.optimizer in ("adamw", "muon"), f"{train.optimizer} has no bare loop"
     muon = train.optimizer == "muon"
     blocks = [p for layer in list(model.children())[1:-1] for p in layer.parameters() if p.ndim == 2] if muon else []
     known = {id(p) for p in blocks}

@@ -21,6 +21,7 @@ Group = dict[str, Any]
 
 def groups(layers: Sequence[nn.Module], train: config.TrainConfig) -> list[Group]:
     """Muon's matrices, AdamW's matrices, gains: those that are there, with their weight decay."""
+    assert train.optimizer in ("adamw", "muon"), f"{train.optimizer} is not in the contest"
     blocks: list[nn.Parameter] = []
     matrices: list[nn.Parameter] = []
     gains: list[nn.Parameter] = []
