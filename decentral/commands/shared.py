@@ -236,6 +236,24 @@ def loading(interrupted: int = 0) -> Iterator[None]:
             signal.signal(each, handler)
 
 
+@contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """Make Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt at once within the block, as before `asyncio.run`.
+
+    asyncio's own handler only cancels the task, which computes until its next `await`, maybe for minutes. SIGTERM and
+    SIGHUP follow, since `_end_as_ctrl_c_does` lets them call the handler of SIGINT. An ignored SIGINT stays ignored.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    heard = callable(before) and threading.current_thread() is threading.main_thread()
+    if heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if heard:
+            signal.signal(signal.SIGINT, before)
+
+
 def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -> int:
     """Run a command and return its exit code.
 

@@ -123,7 +123,7 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
 
 def _require_one_run(runs: Mapping[Path, RunId]) -> None:
     """Raise UserError if these state folders belong to several runs, even to runs with the same config."""
-    first = {run: folder for folder, run in reversed(runs.items())}
+    first = {run: folder for folder, run in reversed(list(runs.items()))}
     if len(first) > 1:
         named = [f"{plain_text(run)} in {folder}" for run, folder in sorted(first.items())]
         more = f" and {len(named) - NAMED_RUNS} more" if len(named) > NAMED_RUNS else ""

@@ -102,11 +102,13 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     A peer that restarts keeps the layers of its checkpoint.
 
     Raises:
-        UserError: If `train.upload` does not name a folder or store to which checkpoints can be uploaded; if no part of
-            the model fits into memory; or if the invitation is to donate, and this peer would hold the whole model or
-            the run is synchronous.
+        UserError: If `train.upload` does not name a folder or store to which checkpoints can be uploaded; if this
+            machine cannot build the model; if no part of the model fits into memory, or not the largest part and the
+            peer begins a run without --memory; or if the invitation is to donate, and this peer would hold the whole
+            model or the run is synchronous.
     """
     _uploads(access.config, start.flags.peer)
+    memory.check_machine(access.config, (0, 0), measure.machine_bytes())
     shared.starting("choosing which layers this peer holds")
     own, wanted = access.signer(start.own), start.flags.peer.memory
     device = measure.choose(start.device)
@@ -124,6 +126,8 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     originates = may_train(access.private, own.peer)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs_on(access.config, device)
+    if not (wanted or access.contacts or kept):
+        memory.check_first(needs, memory_bytes)
     silent = partial(silent_peers, access.network)
     claimed = await claim(request, needs, access.directory, silent, access.clock)
     if not originates and (claimed.span is None or access.config.synchronous):
