@@ -4,7 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -17,11 +17,16 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.network import SwarmDirectory
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
+from decentral.core import jobs
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.events import StepLine
+from decentral.core.journal.file import Journal
+from decentral.core.peer_folders import JOURNAL
 from decentral.core.reasons import Reason
 from decentral.engine import measure
+from decentral.engine.compute import ComputeSetup
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import prepare, reach_swarm, start_peer
 from decentral.peers.startup.flags import PeerStart, StartFlags
@@ -175,6 +180,29 @@ def test_a_model_that_no_machine_like_this_builds_is_refused_before_layers_are_c
     with pytest.raises(UserError, match=r"model: building 49\.\d T parameters, 49\.2 B of them in one layer, takes"):
         layers_of(Config(model=ModelConfig(depth=1000)), begun(StartFlags(), tmp_path), (PeerId("A"),))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("contacts", "then"),
+    [((), "it starts with fresh weights"), ((PeerId("B"),), "it fetches the swarm's weights")],
+)
+def test_a_peer_whose_checkpoint_is_lost_says_so(
+    setup_of: Callable[..., ComputeSetup], contacts: tuple[PeerId, ...], then: str
+) -> None:
+    """It began at zero without a word."""
+    setup = setup_of("A")
+    start, access = begun(StartFlags(), setup.folder), access_of(setup.config, contacts)
+    prepare._built(start, access, setup)
+    assert start.warnings == []
+    journal = Journal(setup.folder / JOURNAL, SwarmClock())
+    journal.write(StepLine(step=1234, lr_step=1300, tokens=64, micro_batches=1, loss=2.5, seconds=0.1, aside={}))
+    journal.close()
+    compute, _ = prepare._built(start, access, setup)
+    lost = f"no checkpoint in {setup.folder}, though this peer has trained 1,234 steps; {then}"
+    assert start.warnings == [lost]
+    compute.do(jobs.Save())
+    prepare._built(start, access, setup)
+    assert start.warnings == [lost]
 
 
 class Network:
