@@ -70,7 +70,7 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
         try:
             if private:
                 await transport.enclose(private)
-            contacts, welcome = await say_hello(join, transport, private.run if private else RunId(""))
+            contacts, welcome = await say_hello(join, transport, *(invited(private) if private else (RunId(""),)))
             assert welcome is not None, "say_hello raises where no peer answers"
             run, settings = RunId(welcome.run), received.received(welcome.config).built_in()
             keys = [*swarm_size.keys(run), *([revoked_key(run)] if private else ())]
@@ -103,13 +103,16 @@ def known_addresses(folder: Path) -> list[str]:
     return own + [one for one in met if one is not None][-PEERS_TRIED:]
 
 
-async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def say_hello(
+    join: Sequence[str], transport: PeerNetwork, run: RunId, why: str = ""
+) -> tuple[list[PeerId], Welcome | None]:
     """Greet the peers at these addresses, and ask them for their run and its config.
 
     Args:
         join: Addresses of --join.
         transport: Our network.
         run: The run that the peers must be in; "" accepts any public run.
+        why: Why they must be in `run`, and what to do if they are not; for the error that a peer is in another run.
 
     Returns:
         The peers that answered with a Welcome, and the first Welcome; ([], None) if `join` is empty.
@@ -137,6 +140,8 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
         elif isinstance(message, Welcome):
             contacts.append(peer)
             welcome = welcome or message
+        elif isinstance(message, Refused) and message.reason == Reason.RUN:
+            trouble, silent = f"--join {address}: {message.detail}; {why or CHECK}", False
         else:
             trouble, silent = f"--join {address}: {_no_welcome(message)}", False
     if join and not contacts:
@@ -151,6 +156,11 @@ async def refused_member(transport: PeerNetwork, peer: PeerId, run: RunId) -> st
     except AskError as error:
         return _why(error.reason, error.detail)
     return _why(message.reason, message.detail) if isinstance(message, Refused) else ""
+
+
+def invited(private: PrivateSwarm) -> tuple[RunId, str]:
+    """Return the run of an invitation, and the explanation for a user who joins another run with it."""
+    return private.run, f"the invitation is for run {private.run}; correct --join, or give another --invite"
 
 
 def _no_answer(error: AskError) -> str:

@@ -13,9 +13,11 @@ import pytest
 
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.messages import Hello, Refused
 from decentral.comm.wire.network import SwarmDirectory
-from decentral.comm.wire.transport import AskError
+from decentral.comm.wire.transport import Answer, AskError
 from decentral.commands import shared
 from decentral.core import jobs
 from decentral.core.config import Config, ModelConfig
@@ -30,7 +32,7 @@ from decentral.engine.compute import ComputeSetup
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import prepare, reach_swarm, start_peer
 from decentral.peers.startup.flags import PeerStart, StartFlags
-from decentral.peers.startup.reach_swarm import SwarmAccess
+from decentral.peers.startup.reach_swarm import OwnRun, SwarmAccess
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import CHECK, NobodyAnswers, say_hello
 from decentral.scheduler.placement.claim_span import ClaimedSpan
@@ -47,7 +49,9 @@ class Wait:
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    async def say_hello(self, join: Sequence[str], _transport: Libp2p, _run: RunId) -> tuple[list[PeerId], None]:
+    async def say_hello(
+        self, join: Sequence[str], _transport: Libp2p, _run: RunId, _why: str
+    ) -> tuple[list[PeerId], None]:
         if self.now < self.there_at:
             raise NobodyAnswers(f"--join {join[0]}: unreachable")
         return [PeerId("A")], None
@@ -63,7 +67,7 @@ def greeted(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> list[PeerId]:
     monkeypatch.setattr(reach_swarm, "asyncio", SimpleNamespace(sleep=wait.sleep))
     monkeypatch.setattr(reach_swarm, "say_hello", wait.say_hello)
     flags = StartFlags(join=("/ip4/192.0.2.1/tcp/1/p2p/A",), join_wait=100.0)
-    return asyncio.run(reach_swarm._greet(begun(flags, Path()), NOBODY, None, None))[0]
+    return asyncio.run(reach_swarm._greet(begun(flags, Path()), NOBODY, (RunId(""), ""), None))[0]
 
 
 def test_a_peer_that_waits_for_the_first_one_says_so_now_and_then(
@@ -104,6 +108,30 @@ def test_a_peer_with_another_id_is_told_from_nobody(detail: str, said: str) -> N
     with pytest.raises(NobodyAnswers) as refused:
         asyncio.run(say_hello(["/ip4/192.0.2.1/tcp/1/p2p/QmA"], cast(Libp2p, OtherPeer(detail)), RunId("")))
     assert str(refused.value) == f"--join /ip4/192.0.2.1/tcp/1/p2p/QmA: {said}"
+
+
+class OtherRun:
+    """A transport to a peer of another run."""
+
+    peer = PeerId("A")
+
+    async def connect(self, _address: str) -> PeerId:
+        return PeerId("B")
+
+    async def ask(self, _to: PeerId, question: Envelope, _deadline_s: float, _blob_bytes: int) -> Answer:
+        assert isinstance(question.message, Hello)
+        refused = Refused(Reason.RUN, f"this peer is in gpt-77aa01, not in {question.message.run}")
+        return Answer(Envelope(refused), 0.1, 0.1, 0, 0)
+
+
+def test_a_folder_of_another_run_is_named_and_no_address_or_port(tmp_path: Path) -> None:
+    """It advised to check the address, and whether the peer there runs."""
+    address, run = "/ip4/192.0.2.1/tcp/1/p2p/QmA", (RunId("gpt-3fa2c1"), Config())
+    start = begun(StartFlags(join=(address,)), tmp_path)
+    with pytest.raises(UserError) as refused:
+        asyncio.run(reach_swarm.reach_swarm(start, OwnRun(run, run), cast(Libp2p, OtherRun()), SwarmClock()))
+    belongs = f"{tmp_path} belongs to run gpt-3fa2c1; use another --state-dir"
+    assert str(refused.value) == f"--join {address}: this peer is in gpt-77aa01, not in gpt-3fa2c1; {belongs}"
 
 
 PORT = 4001
