@@ -1,5 +1,6 @@
 """Reach a running swarm from a command: greet a peer, which answers with its run and config. Start at `visit`."""
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ async def say_hello(
             answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
         except AskError as error:
             refused = _why(error.reason, error.detail)
-            trouble, silent = f"--join {address}: {refused or _no_answer(error)}", silent and not refused
+            trouble, silent = f"--join {address}: {refused or _no_answer(address, error)}", silent and not refused
             continue
         message = answer.envelope.message
         if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
@@ -163,7 +164,9 @@ def invited(private: PrivateSwarm) -> tuple[RunId, str]:
     return private.run, f"the invitation is for run {private.run}; correct --join, or give another --invite"
 
 
-def _no_answer(error: AskError) -> str:
+def _no_answer(address: str, error: AskError) -> str:
+    if "no good addresses" in error.detail and (name := re.match(r"/dns[46]?/([^/]+)", address)):
+        return f"{name[1]} resolves to no address; check the name, and this machine's DNS"
     is_another = dial_failure(error.detail) is DialFailure.ANOTHER_PEER
     return f"{error.detail}; ask for the current address" if is_another else f"{error}; {CHECK}"
 

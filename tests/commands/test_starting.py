@@ -110,6 +110,12 @@ def test_a_peer_with_another_id_is_told_from_nobody(detail: str, said: str) -> N
     assert str(refused.value) == f"--join /ip4/192.0.2.1/tcp/1/p2p/QmA: {said}"
 
 
+def test_a_name_that_resolves_to_nothing_is_named() -> None:
+    address, network = "/dns4/nohost.invalid/tcp/4001/p2p/QmA", cast(Libp2p, OtherPeer("no good addresses"))
+    with pytest.raises(NobodyAnswers, match=r"QmA: nohost\.invalid resolves to no address; check the name"):
+        asyncio.run(say_hello([address], network, RunId("")))
+
+
 class OtherRun:
     """A transport to a peer of another run."""
 
