@@ -157,7 +157,7 @@ async def _greet(
         shared.starting(f"asking {', '.join(flags.join)} for the run")
     while True:
         try:
-            return await say_hello(flags.join, transport, *expected)
+            return await say_hello(flags.join, transport, expected[0], expected[1])
         except NobodyAnswers as error:
             if kept:
                 alone = "this peer goes on with the peers that it knows, and tries again while it is alone"

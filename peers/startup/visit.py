@@ -71,7 +71,8 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
         try:
             if private:
                 await transport.enclose(private)
-            contacts, welcome = await say_hello(join, transport, *(invited(private) if private else (RunId(""),)))
+            wanted, why = invited(private) if private else (RunId(""), "")
+            contacts, welcome = await say_hello(join, transport, wanted, why)
             assert welcome is not None, "say_hello raises where no peer answers"
             run, settings = RunId(welcome.run), received.received(welcome.config).built_in()
             keys = [*swarm_size.keys(run), *([revoked_key(run)] if private else ())]
