@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from decentral.commands import table
 from decentral.commands.output import OutputGone, outputs
-from decentral.core import quantities
+from decentral.core import ids, quantities
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean, nearest
 from decentral.core.plain_text import error_text, printable
@@ -127,9 +127,11 @@ def peer_address(text: str) -> str:
     `PeerNetwork.parse_address` checks the address further, but loads libp2p.
 
     Raises:
-        UserError: If the text has another form.
+        UserError: If the text has another form, or a part of its peer id is missing.
     """
-    if re.fullmatch(r"/\S+/p2p/[1-9A-HJ-NP-Za-km-z]+", text):
+    if re.fullmatch(r"/\S+/p2p/[1-9A-HJ-NP-Za-km-z]{1,128}", text):
+        if not ids.is_whole(text.rpartition("/")[2]):
+            raise UserError(f"--join {text}: the peer id at its end is incomplete or mistyped; copy the whole address")
         return text
     raise UserError(f"--join expects an address such as /ip4/203.0.113.7/tcp/4001/p2p/Qm...; got {text!r}")
 
@@ -234,6 +236,24 @@ def loading(interrupted: int = 0) -> Iterator[None]:
     finally:
         for each, handler in zip(ending, before, strict=True):
             signal.signal(each, handler)
+
+
+@contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """Make Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt at once within the block, as before `asyncio.run`.
+
+    asyncio's own handler only cancels the task, which computes until its next `await`, maybe for minutes. SIGTERM and
+    SIGHUP follow, since `_end_as_ctrl_c_does` lets them call the handler of SIGINT. An ignored SIGINT stays ignored.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    heard = callable(before) and threading.current_thread() is threading.main_thread()
+    if heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if heard:
+            signal.signal(signal.SIGINT, before)
 
 
 def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -> int:

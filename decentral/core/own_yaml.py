@@ -1,7 +1,7 @@
 """Read YAML from a file or the command line as plain values. Peers never send each other YAML.
 
 Anchors, aliases and merge keys are refused: with them a few hundred bytes can stand for gigabytes, and neither a config
-nor a topology needs them.
+nor a topology needs them. A key that is in a section twice is refused, too: YAML would drop its first value.
 """
 
 import re
@@ -10,13 +10,19 @@ from typing import Any
 import yaml
 
 from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
 
 INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+KEY_CHARS = 60  # an error shows at most so many characters of a key
 LONGEST_NUMBER = 400  # longer numbers are refused: any finite float fits, and Python prints no int of over 4,300 digits
 
 
+class _KeyTwice(yaml.MarkedYAMLError):
+    """Raised for a key that is in a mapping twice; `problem` names it, with the line of the first one."""
+
+
 class _PlainLoader(yaml.SafeLoader):
-    """A safe YAML loader that refuses anchors, aliases and merge keys.
+    """A safe YAML loader that refuses anchors, aliases, merge keys, and a key that is in a mapping twice.
 
     Unlike YAML 1.1, it reads 8e-3 as a number, and 1:30:00 as a text, not as a number to base 60.
     """
@@ -28,9 +34,15 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        lines: dict[str, int] = {}
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 raise yaml.MarkedYAMLError(problem="a merge key", problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                twice = f"the key {printable(key.value, KEY_CHARS)} twice, first at line {lines[key.value]}, again"
+                raise _KeyTwice(problem=twice, problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.value] = key.start_mark.line + 1
 
 
 _PlainLoader.add_implicit_resolver(
@@ -64,13 +76,15 @@ def tree(text: str, source: str) -> object:
         source: The text's kind and origin, for error messages, such as `config: small.yaml`.
 
     Raises:
-        UserError: If the text is not valid YAML, or holds an anchor, alias or merge key.
+        UserError: If the text is not valid YAML, or holds an anchor, alias, merge key, or a key twice.
     """
     try:
         return yaml.load(text, Loader=_PlainLoader)  # a SafeLoader, which makes only plain values
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # a date with month 13 raises ValueError
         where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" at line {where.line + 1}" if where else ""
+        if isinstance(error, _KeyTwice):
+            raise UserError(f"{source} has {problem}{line}; keep one of them") from None
         if problem in ("an anchor or an alias", "a merge key"):
             raise UserError(f"{source} has {problem}{line}; write the values out") from None
         raise UserError(f"{source} is not valid YAML{line}") from None
@@ -84,7 +98,7 @@ def mapping(text: str, source: str) -> dict[str, object]:
         source: The text's origin, for error messages.
 
     Raises:
-        UserError: If the text is not valid YAML, holds an anchor, alias or merge key, or is not a mapping.
+        UserError: If the text is not valid YAML, holds an anchor, alias, merge key or a key twice, or is not a mapping.
     """
     found = tree(text, f"config: {source}")
     if found is None:
@@ -98,7 +112,7 @@ def value(text: str) -> object:
     """Return the value in a YAML text.
 
     Raises:
-        ValueError: If the text is not valid YAML, or holds an anchor, alias or merge key.
+        ValueError: If the text is not valid YAML, or holds an anchor, alias, merge key, or a key twice.
     """
     try:
         return yaml.load(text, Loader=_PlainLoader)

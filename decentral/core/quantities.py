@@ -101,6 +101,8 @@ def memories_bytes(text: str) -> tuple[int, ...]:
     one = f"{comma_hint(text)} for one size, or" if unit and comma_hint(text) else "; write"
     plain = unit or all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts)
     meant = f"{one} {several}" if plain else ""
+    if unit and any(re.fullmatch(r"0\d+", part.removesuffix(unit)) for part in parts[1:]):
+        meant = comma_hint(text)  # commas between thousands, as in 1,000MB: no size begins with 0
     raise argparse.ArgumentTypeError(f"expected sizes with units, such as 800MB,16GB; got {text!r}{meant}")
 
 

@@ -189,12 +189,14 @@ def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]
     if data.kind == "python-stdlib":
         return _bytes_of(_stdlib_files()), None
     root = Path(data.given_path())
+    if not root.exists():
+        raise UserError(f"data: {root} does not exist; give --data PATH, the file or folder with the text")
     try:
         found = visible(root, data.glob or TEXT) if root.is_dir() else [root]
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"data.glob: {data.glob!r} is not a valid pattern in {root} ({error})") from None
-    if not found or not found[0].exists():
-        raise UserError(f"data: no text at {root}" + (f" that matches {data.glob or TEXT}" if root.is_dir() else ""))
+    if not found:
+        raise UserError(f"data: no text at {root} that matches {data.glob or TEXT}")
     return _bytes_of(found), left_out(root, data.glob, found)
 
 

@@ -69,7 +69,9 @@ def opened(data: config.DataConfig) -> OpenedData:
         name, _, subset = path.partition(":")
         where, fingerprint = {"name": subset or None, "data_files": data.glob}, json.dumps([path, data.glob])
     else:
-        raise UserError(f"data: {path} is neither a file or folder here nor a hub name such as owner/name")
+        raise UserError(
+            f"data: {path} is neither a file or folder here nor a hub name such as owner/name; give --data PATH"
+        )
     try:
         found = load(name, split="train", streaming=True, **where)
         found = found.reshard() if found.num_shards < LEAST_PARTS else found

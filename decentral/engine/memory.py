@@ -34,7 +34,7 @@ from decentral.core.choices import ALGORITHMS, OPTIMIZERS
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.core.units import readable_bytes
+from decentral.core.units import readable_bytes, readable_number
 from decentral.engine.fragment import fragments_of
 from decentral.engine.heap import KEPT_BYTES, PRODUCT_BYTES, give_back_what_is_freed, keep_what_is_freed
 from decentral.engine.inner import AT_ONCE_ELEMENTS
@@ -269,6 +269,25 @@ def check_together(found: MemoryNeeds, peers: int, memory_bytes: int) -> None:
     raise UserError(f"--memory {memory_bytes}: {why}, so nothing can be trained; {remedy}")
 
 
+def check_first(found: MemoryNeeds, memory_bytes: int) -> None:
+    """Raise UserError if a peer that begins a run has too little memory for the largest part of the model.
+
+    Such a peer could hold only small layers, such as the embedding, and train nothing. The check is not for peers with
+    --memory, whose users want them to hold a part.
+
+    Args:
+        found: The bytes that each fragment of the run takes.
+        memory_bytes: The device's memory in bytes.
+    """
+    largest = max(found.span_bytes(index, index + 1) for index in range(len(found.fragments)))
+    if largest > memory_bytes:
+        size = readable_number(sum(one.parameters for one in found.fragments))
+        whole, part = readable_bytes(found.span_bytes(0, len(found.fragments))), readable_bytes(largest)
+        has = f"this machine has {readable_bytes(memory_bytes)} for them"
+        remedy = "use a smaller model, or a machine with more memory; with --memory a peer begins with a smaller part"
+        raise UserError(f"model: {size} parameters take {whole}, and their largest part {part}; {has}; {remedy}")
+
+
 def check_machine(run: config.Config, span: tuple[int, int] | None, machine_bytes: int) -> None:
     """Raise UserError if the host has too little memory to build the built-in model, before any of it is allocated.
 
@@ -277,19 +296,19 @@ def check_machine(run: config.Config, span: tuple[int, int] | None, machine_byte
 
     Args:
         run: The run's config; a user's own model (`model.layers`) is not checked.
-        span: Layers [first, last); None: all.
+        span: Layers [first, last), (0, 0) if no layers are chosen yet; None: all.
         machine_bytes: The host's memory in bytes.
     """
     if run.model.layers is not None:
         return
     parameters, (first, last) = run.model.layer_parameters, span or (0, run.model.depth + 2)
-    blocks = min(last, run.model.depth + 1) - max(first, 1)
+    blocks = max(0, min(last, run.model.depth + 1) - max(first, 1))
     tables = blocks * ROTARY_BYTES * run.model.context * run.model.d_head
     needed = WEIGHT_BYTES * max(parameters) + tables
     if needed > machine_bytes:
-        size = f"{sum(parameters)} parameters, {max(parameters)} of them in one layer"
-        remedy = "use a smaller model, or a machine with more memory"
-        raise UserError(f"model: building {size}, takes {needed} bytes; this machine has {machine_bytes}; {remedy}")
+        size = f"{readable_number(sum(parameters))} parameters, {readable_number(max(parameters))} of them in one layer"
+        has = f"takes {readable_bytes(needed)}; this machine has {readable_bytes(machine_bytes)}"
+        raise UserError(f"model: building {size}, {has}; use a smaller model, or a machine with more memory")
 
 
 def copies_that_fit(run: config.Config, wanted: int, machine_bytes: int) -> int:

@@ -73,6 +73,7 @@ def each(
                     with torch.random.fork_rng(devices=[]):  # later layers must not depend on the adapters
                         lora.adapt(layer, model.lora, seed, number)
                 yield number, layer
+            del layer  # free a layer that the caller does not keep before the next one is built
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:

@@ -8,7 +8,7 @@ each fragment before memory is allocated, and a piece of more bytes is refused (
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from decentral.serving.replicas import Weights
 RECORD_LOOKS = 10  # records of training peers are looked up in the DHT at most this many times
 RECORD_LOOK_S = 1.0  # pause between two look-ups of training peers' records in the DHT
 LAG_SHARE, LAG_STEPS = 0.1, 20  # weights that lag by more than both limits (share of the steps, steps) are left out
+NAMED_RUNS = 4  # an error names at most this many runs, and counts the rest
 NAMED_HOLDERS = 4  # an error names at most this many holders of weights, and counts the rest
 WEIGHTS = ("phi", "theta")  # a peer's state has its weights under one of these names, depending on the gossip algorithm
 
@@ -103,10 +104,11 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
             run's model is a user's own code.
     """
     folders = state_folders(paths)
-    kept = [found for folder in folders if (found := state.StateFolder(folder).look_at_run()) is not None]
-    runs = [(run, settings.built_in(own)) for run, settings in kept]
+    kept = {folder: found for folder in folders if (found := state.StateFolder(folder).look_at_run()) is not None}
+    _require_one_run({folder: run for folder, (run, _) in kept.items()})
+    runs = [(run, settings.built_in(own)) for run, settings in kept.values()]
     if len({settings.digest() for _, settings in runs}) > 1:
-        raise UserError("--state-dir: these folders belong to different runs; give folders of one run")
+        raise UserError("--state-dir: the folders' configs differ, though all name one run; give fewer folders")
     steps = {folder: step for folder in folders if (step := checkpoint.lr_step(folder)) is not None}
     newest = newest_of_each_peer(steps)
     holders = [_of_folder(folder, steps[folder]) for folder in steps if newest[folder] == folder]
@@ -117,6 +119,16 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
     left_out = [*copies, *leave_out_laggards(holders)]
     run, settings = runs[0]
     return GatheredRun(run, settings, [one for one in holders if one.weights], tuple(left_out))
+
+
+def _require_one_run(runs: Mapping[Path, RunId]) -> None:
+    """Raise UserError if these state folders belong to several runs, even to runs with the same config."""
+    first = {run: folder for folder, run in reversed(list(runs.items()))}
+    if len(first) > 1:
+        named = [f"{plain_text(run)} in {folder}" for run, folder in sorted(first.items())]
+        more = f" and {len(named) - NAMED_RUNS} more" if len(named) > NAMED_RUNS else ""
+        found = ", ".join(named[:NAMED_RUNS]) + more
+        raise UserError(f"--state-dir: expected folders of one run, found {found}; give fewer folders")
 
 
 def _of_folder(folder: Path, step: int) -> HolderWeights:

@@ -83,6 +83,8 @@ class StartFlags:
             raise UserError("--private begins a new swarm; leave it out to join one, or to resume a peer")
         if self.invite and not (self.join or kept):
             raise UserError("--invite is for an existing swarm: give --join ADDR, the address of one of its peers")
+        if self.invite and not Path(self.invite).exists():
+            raise UserError(f"--invite {self.invite}: no such file")
         if self.invite and kept and not is_private(kept[0]):
             raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
 

@@ -31,7 +31,7 @@ from decentral.core.credit import SeenWork
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
-from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
+from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine, StepLine
 from decentral.core.journal.file import Journal, recent
 from decentral.core.journal.lines import recorded
 from decentral.core.layer_work import UNMEASURED, share
@@ -41,7 +41,7 @@ from decentral.core.peer_folders import JOURNAL
 from decentral.core.peer_names import machine_name
 from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
-from decentral.core.units import MiB
+from decentral.core.units import MiB, plural
 from decentral.data import corpora as data
 from decentral.data import run_inputs
 from decentral.engine import accelerator, checkpoint, launch, measure, memory
@@ -102,11 +102,13 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     A peer that restarts keeps the layers of its checkpoint.
 
     Raises:
-        UserError: If `train.upload` does not name a folder or store to which checkpoints can be uploaded; if no part of
-            the model fits into memory; or if the invitation is to donate, and this peer would hold the whole model or
-            the run is synchronous.
+        UserError: If `train.upload` does not name a folder or store to which checkpoints can be uploaded; if this
+            machine cannot build the model; if no part of the model fits into memory, or not the largest part and the
+            peer begins a run without --memory; or if the invitation is to donate, and this peer would hold the whole
+            model or the run is synchronous.
     """
     _uploads(access.config, start.flags.peer)
+    memory.check_machine(access.config, (0, 0), measure.machine_bytes())
     shared.starting("choosing which layers this peer holds")
     own, wanted = access.signer(start.own), start.flags.peer.memory
     device = measure.choose(start.device)
@@ -124,6 +126,8 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     originates = may_train(access.private, own.peer)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs_on(access.config, device)
+    if not (wanted or access.contacts or kept):
+        memory.check_first(needs, memory_bytes)
     silent = partial(silent_peers, access.network)
     claimed = await claim(request, needs, access.directory, silent, access.clock)
     if not originates and (claimed.span is None or access.config.synchronous):
@@ -212,10 +216,24 @@ def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tu
     except DamagedCheckpoint as error:
         _without(error, start, access)
         restored = False
+    else:
+        start.warnings.extend([] if restored else _lost(computing.folder, bool(access.contacts)))
     if island and not island.sharded:  # the other ranks get the weights of this rank
         island.assign(replace(assigned, micro_batch=compute.sequences))
         island.wrap(compute.span)
     return compute, restored
+
+
+def _lost(folder: Path, joins: bool) -> list[str]:
+    """Return a warning if this folder has no checkpoint, but a journal of training steps; `joins`: others were reached.
+
+    Only the end of the journal is read.
+    """
+    events = [line.event for line in recorded(recent(folder / JOURNAL, LAST_LINES_BYTES))]
+    step = next((event.step for event in reversed(events) if isinstance(event, StepLine)), 0)
+    then = "it fetches the swarm's weights" if joins else "it starts with fresh weights"
+    lost = f"no checkpoint in {folder}, though this peer has trained {plural(step, 'step')}; {then}"
+    return [lost] if step else []
 
 
 def _seen(folder: Path, run: RunId, peer: PeerId) -> tuple[SeenWork, ...]:

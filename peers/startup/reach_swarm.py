@@ -29,7 +29,7 @@ from decentral.peers.runtime.clock import SwarmClock, difference
 from decentral.peers.startup import invitation_files, state
 from decentral.peers.startup.flags import PeerStart, StartFlags
 from decentral.peers.startup.invitation_files import FounderFile
-from decentral.peers.startup.visit import NobodyAnswers, refused_member, say_hello
+from decentral.peers.startup.visit import NobodyAnswers, invited, refused_member, say_hello
 from decentral.scheduler.placement import plans
 
 JOIN_AGAIN_S = 0.5  # first pause between two tries to reach a peer at --join
@@ -99,7 +99,8 @@ async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, c
     private = _membership(flags, folder.path, known, transport.peer, clock)
     if private:
         await transport.enclose(private)
-    contacts, welcome = await _greet(start, transport, known[0] if known else private.run if private else None, kept)
+    expected = (RunId(""), "") if known is None else (known[0], _belongs(folder.path, known[0]))
+    contacts, welcome = await _greet(start, transport, invited(private) if private and not known else expected, kept)
     if known is None:
         assert welcome is not None, "say_hello raises where no peer answers"
         known = RunId(welcome.run), received.received(welcome.config).adopt(flags.own)
@@ -140,11 +141,12 @@ def commit_start(flags: StartFlags, folder: state.StateFolder, access: SwarmAcce
 
 
 async def _greet(
-    start: PeerStart, transport: PeerNetwork, run: RunId | None, kept: Run | None
+    start: PeerStart, transport: PeerNetwork, expected: tuple[RunId, str], kept: Run | None
 ) -> tuple[list[PeerId], Welcome | None]:
     """Greet the peers at --join; return those that welcome us, and the first welcome. Try again for --join-wait.
 
-    A peer with a run in its folder does not try again: it goes on without these peers, and `start` gets a warning.
+    `expected` is the run, or "", and why it must be this one. A peer with a run in its folder does not try again: it
+    goes on without these peers, and `start` gets a warning.
 
     Raises:
         UserError: If nobody answers and the folder has no run, or if no peer accepts this peer and one refuses it.
@@ -155,7 +157,7 @@ async def _greet(
         shared.starting(f"asking {', '.join(flags.join)} for the run")
     while True:
         try:
-            return await say_hello(flags.join, transport, run or RunId(""))
+            return await say_hello(flags.join, transport, expected[0], expected[1])
         except NobodyAnswers as error:
             if kept:
                 alone = "this peer goes on with the peers that it knows, and tries again while it is alone"
@@ -168,6 +170,10 @@ async def _greet(
                 say_at = now + JOIN_SAID_S
             await asyncio.sleep(again_s)
             again_s = min(JOIN_LONGER * again_s, MOST_JOIN_AGAIN_S)
+
+
+def _belongs(folder: Path, run: RunId) -> str:
+    return f"{folder} belongs to run {run}; use another --state-dir"
 
 
 def _begin(flags: StartFlags, folder: Path) -> Run:
@@ -204,8 +210,7 @@ def _membership(
         raise UserError(f"{path} does not exist, but {folder} belongs to a private swarm: give --invite FILE")
     holding = invitation_files.read_holding(path)
     if known and holding.invitation.run != known[0]:
-        belongs = f"{folder} belongs to {known[0]}; use another --state-dir"
-        raise UserError(f"{path} is for run {holding.invitation.run}, but {belongs}")
+        raise UserError(f"{path} is for run {holding.invitation.run}, but {_belongs(folder, known[0])}")
     if not holding.invitation.may.allows(Permission.DONATE):
         raise UserError(
             f"{path} allows only to look (decentral.plan, decentral.export); ask the founder for new rights"

@@ -76,8 +76,9 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
             kernels, why = await loading
             from decentral.peers.startup import prepare
 
-            request, claimed = await prepare.claim_layers(begun, access)
-            host = await prepare.prepare(begun, access, request, claimed, kernels)
+            with shared.interrupted_at_once():  # choosing and building a large model take minutes without an `await`
+                request, claimed = await prepare.claim_layers(begun, access)
+                host = await prepare.prepare(begun, access, request, claimed, kernels)
             commit_start(begun.flags, folder, access)
             await prepare.train(begun, access, host, why, page, metrics_server)
         finally:

@@ -81,6 +81,7 @@ class StateFolder:
             UserError: If the folder cannot be made, or another process uses it.
         """
         path = Path(wanted) if wanted else new_path()
+        _refuse_file(path)
         made = [one for one in (path, *path.parents) if not one.exists()]
         before = _made_by_a_start(path)
         with writing("--state-dir", path, "folder"):
@@ -320,9 +321,10 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
         says_peer: Whether the command has flags that `PeerFlags` keeps.
 
     Raises:
-        UserError: If the folder is not accepted, has a model, or contains the folders of peers.
+        UserError: If the folder is not accepted, is a file, has a model, or contains the folders of peers.
     """
     path = Path(wanted)
+    _refuse_file(path)
     if (path / "run.json").exists():
         return
     refuse_model(path)
@@ -334,6 +336,12 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
         found = "has no run: the start that made it ended too early" if there else "does not exist"
         start = "to start one there, add a CONFIG, such as default, or --join ADDR"
         raise UserError(f"--state-dir {path} {found}{known}; to resume a peer, correct the path; {start}")
+
+
+def _refuse_file(path: Path) -> None:
+    if path.is_file():
+        meant = f"did you mean {path.parent}?" if (path.parent / "run.json").exists() else "name a folder"
+        raise UserError(f"--state-dir {path} is a file; {meant}")
 
 
 def refuse_model(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Reach a running swarm from a command: greet a peer, which answers with its run and config. Start at `visit`."""
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
         try:
             if private:
                 await transport.enclose(private)
-            contacts, welcome = await say_hello(join, transport, private.run if private else RunId(""))
+            wanted, why = invited(private) if private else (RunId(""), "")
+            contacts, welcome = await say_hello(join, transport, wanted, why)
             assert welcome is not None, "say_hello raises where no peer answers"
             run, settings = RunId(welcome.run), received.received(welcome.config).built_in()
             keys = [*swarm_size.keys(run), *([revoked_key(run)] if private else ())]
@@ -103,13 +105,16 @@ def known_addresses(folder: Path) -> list[str]:
     return own + [one for one in met if one is not None][-PEERS_TRIED:]
 
 
-async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def say_hello(
+    join: Sequence[str], transport: PeerNetwork, run: RunId, why: str = ""
+) -> tuple[list[PeerId], Welcome | None]:
     """Greet the peers at these addresses, and ask them for their run and its config.
 
     Args:
         join: Addresses of --join.
         transport: Our network.
         run: The run that the peers must be in; "" accepts any public run.
+        why: Why they must be in `run`, and what to do if they are not; for the error that a peer is in another run.
 
     Returns:
         The peers that answered with a Welcome, and the first Welcome; ([], None) if `join` is empty.
@@ -126,7 +131,7 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
             answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
         except AskError as error:
             refused = _why(error.reason, error.detail)
-            trouble, silent = f"--join {address}: {refused or _no_answer(error)}", silent and not refused
+            trouble, silent = f"--join {address}: {refused or _no_answer(address, error)}", silent and not refused
             continue
         message = answer.envelope.message
         if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
@@ -137,6 +142,8 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
         elif isinstance(message, Welcome):
             contacts.append(peer)
             welcome = welcome or message
+        elif isinstance(message, Refused) and message.reason == Reason.RUN:
+            trouble, silent = f"--join {address}: {message.detail}; {why or CHECK}", False
         else:
             trouble, silent = f"--join {address}: {_no_welcome(message)}", False
     if join and not contacts:
@@ -153,7 +160,14 @@ async def refused_member(transport: PeerNetwork, peer: PeerId, run: RunId) -> st
     return _why(message.reason, message.detail) if isinstance(message, Refused) else ""
 
 
-def _no_answer(error: AskError) -> str:
+def invited(private: PrivateSwarm) -> tuple[RunId, str]:
+    """Return the run of an invitation, and the explanation for a user who joins another run with it."""
+    return private.run, f"the invitation is for run {private.run}; correct --join, or give another --invite"
+
+
+def _no_answer(address: str, error: AskError) -> str:
+    if "no good addresses" in error.detail and (name := re.match(r"/dns[46]?/([^/]+)", address)):
+        return f"{name[1]} resolves to no address; check the name, and this machine's DNS"
     is_another = dial_failure(error.detail) is DialFailure.ANOTHER_PEER
     return f"{error.detail}; ask for the current address" if is_another else f"{error}; {CHECK}"
 

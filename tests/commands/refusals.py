@@ -7,6 +7,8 @@ from pathlib import Path
 from decentral.commands import peer
 
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+SOMEBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"  # a peer id that nobody has here
+JOIN = f"/ip4/127.0.0.1/tcp/1/p2p/{SOMEBODY}"
 ERROR = "error: "
 
 

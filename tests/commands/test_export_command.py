@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from decentral.comm.wire.identity import Identity
-from decentral.commands import export
+from decentral.commands import export, generate
 from decentral.core import jobs, strict_json
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
@@ -84,6 +84,22 @@ def test_a_checkpoint_that_lags_far_behind_is_left_out_and_named(
     said = capfd.readouterr().out
     assert f"weights of {folders[0]} at step 500\n" in said
     assert f"left out: {folders[1]} at step 449: far behind step 500 of others\n" in said
+
+
+@pytest.mark.parametrize("lag", [0, 500])
+def test_folders_of_runs_with_one_config_are_not_averaged(
+    folders: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], lag: int
+) -> None:
+    run = StateFolder(folders[1]).read_run()
+    assert run is not None
+    StateFolder(folders[1]).write_run(RunId("words-77aa01"), run[1])
+    _set_step(folders[0], lag)
+    found = f"expected folders of one run, found {RUN} in {folders[0]}, words-77aa01 in {folders[1]}"
+    for given in (folders, [folders[0].parent]):
+        assert found in refusal(capfd, "--state-dir", *map(str, given), "--out", str(tmp_path / "out"))
+    assert generate.main(["--state-dir", str(folders[0].parent), "a", "--max-tokens", "1"]) == 2
+    assert found in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_old_checkpoint_counts_for_layers_that_only_it_has() -> None:

@@ -17,6 +17,7 @@ from decentral.model import huggingface
 from decentral.peers.startup.state import StateFolder
 from decentral.serving import decoding, gather_weights
 from decentral.serving.gather_weights import HolderWeights
+from tests.commands.refusals import JOIN
 from tests.data.few_words import few_words
 
 
@@ -110,7 +111,7 @@ def test_the_holders_are_named_with_their_steps() -> None:
     ("flags", "said"),
     [
         (["x"], "expected exactly one of --join ADDR of a running peer, --state-dir DIR, or --model FOLDER"),
-        (["x", "--join", "/ip4/192.0.2.7/tcp/1/p2p/Qm", "--model", "b"], "expected exactly one of"),
+        (["x", "--join", JOIN, "--model", "b"], "expected exactly one of"),
         (["x", "--model", "gone"], "--model gone: there is no such folder"),
         (["x", "--state-dir", "gone"], "--state-dir gone has no peer's state"),
         (["x", "--model", "b", "--max-tokens", "0"], "--max-tokens must be between 1 and"),

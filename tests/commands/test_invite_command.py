@@ -26,7 +26,7 @@ from decentral.peers.startup.invitation_files import MOST_INVITED, FounderFile, 
 from decentral.peers.startup.visit import say_hello
 from tests.comm.wire.invited import founder
 from tests.commands.peer_processes import TINY, Peers, exchanged
-from tests.commands.refusals import refusal
+from tests.commands.refusals import JOIN, refusal
 from tests.patient_time import LIMIT_S
 
 
@@ -144,7 +144,7 @@ def test_a_changed_invitation_is_none(
 ) -> None:
     path = invited(begun, may="look")
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert plan.main(["--join", "/ip4/127.0.0.1/tcp/1/p2p/QmX", "--invite", str(path)]) == 2
+    assert plan.main(["--join", JOIN, "--invite", str(path)]) == 2
     assert "is not a valid invitation" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -272,7 +272,7 @@ def test_a_member_leads_no_newcomer_into_another_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--private", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmX"], "--private begins a new swarm"),
+        (["--private", "--join", JOIN], "--private begins a new swarm"),
         (["--invite", "none.invite"], "give --join ADDR"),
         (["--private", "--set", "name=" + "n" * 38], "at most 37 characters"),
     ],

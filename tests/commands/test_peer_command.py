@@ -23,7 +23,7 @@ from decentral.peers.startup.flags import StartFlags
 from decentral.peers.startup.invitation_files import FounderFile
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from tests.commands.played_swarm import PlayedSwarm
-from tests.commands.refusals import LOOPBACK, refusal
+from tests.commands.refusals import JOIN, LOOPBACK, SOMEBODY, refusal
 from tests.patient_time import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,7 +111,7 @@ def test_a_state_folder_that_another_process_uses(folder: Path) -> None:
 
 def test_a_state_folder_that_is_a_file(folder: Path) -> None:
     folder.write_text("not a folder")
-    assert "choose a folder that can be written" in refusal(folder)
+    assert refusal(folder) == f"--state-dir {folder} is a file; name a folder"
 
 
 def test_a_damaged_identity(folder: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_state_folder_whose_run_is_settled(folder: Path, flags: list[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--private", "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm"], "--private begins a new swarm; leave it out"),
+        (["--private", "--join", JOIN], "--private begins a new swarm; leave it out"),
         (["--invite", "ann.invite", "small"], "--invite is for an existing swarm: give --join ADDR"),
     ],
 )
@@ -330,16 +330,38 @@ def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
 @pytest.mark.usefixtures("nothing_slow")
 @pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
 def test_a_config_together_with_join(folder: Path, flags: list[str]) -> None:
-    said = refusal(folder, "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *flags)
+    said = refusal(folder, "--join", JOIN, *flags)
     assert said == "with --join the config comes from the swarm; leave CONFIG and --set out"
 
 
 @pytest.mark.swarm
-@pytest.mark.parametrize("address", ["127.0.0.1:4001", "/ip4/1.2.3.4/tcp/4001", "/ip4/300.0.0.1/tcp/1/p2p/Qm", "x"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:4001", "/ip4/1.2.3.4/tcp/4001", f"/ip4/300.0.0.1/tcp/1/p2p/{SOMEBODY}", "x"]
+)
 def test_an_address_that_is_none(folder: Path, address: str) -> None:
     said = refusal(folder, "--join", address)
     assert "--join expects an address such as" in said
     assert repr(address) in said
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize("missing", [1, 10, 44])
+def test_an_address_without_the_end_of_its_peer_id(folder: Path, missing: int) -> None:
+    """libp2p said `length greater than remaining number of bytes in buffer` after five seconds."""
+    said = refusal(folder, "--join", JOIN[:-missing])
+    assert f"--join {JOIN[:-missing]}: the peer id at its end is incomplete or mistyped" in said
+
+
+@pytest.mark.usefixtures("nothing_slow")
+def test_an_invitation_that_is_not_there(folder: Path) -> None:
+    assert refusal(folder, "--join", JOIN, "--invite", "nofile") == "--invite nofile: no such file"
+
+
+@pytest.mark.usefixtures("nothing_slow")
+def test_a_file_of_a_state_folder_leads_to_the_folder(folder: Path) -> None:
+    folder.mkdir()
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    assert refusal(folder / "run.json") == f"--state-dir {folder / 'run.json'} is a file; did you mean {folder}?"
 
 
 @pytest.mark.swarm

@@ -22,6 +22,7 @@ from decentral.scheduler.throughput.solvers import THROUGHPUT_SOLVERS
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
 from tests.commands.played_swarm import PlayedSwarm
+from tests.commands.refusals import JOIN
 
 QUICK = ["--seconds", "0.2"]
 NOW = 1.7e9
@@ -62,7 +63,7 @@ def test_a_table_and_a_paragraph_on_the_terminal(capsys: pytest.CaptureFixture[s
     ("flags", "line"),
     [
         ([], "give either a TOPOLOGY"),
-        (["spot", "--join", "/ip4/192.0.2.7/tcp/4001/p2p/Qm"], "give either a TOPOLOGY"),
+        (["spot", "--join", JOIN], "give either a TOPOLOGY"),
         (["spot", "--seconds", "soon"], "expected a duration such as 90s"),
         (["spot", "--solver", "magic"], "--solver magic"),
         (["spot", "--holders", "0"], "--holders expects at least 1"),

@@ -280,6 +280,20 @@ def test_anchors_and_merge_keys_are_refused_with_their_line(tmp_path: Path, text
     assert f"has {what}; write the values out" in refusal(path=file(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("seed: 1\nname: x\nseed: 2\n", "the key seed twice, first at line 1, again at line 3"),
+        ("model:\n  depth: 3\nmodel:\n  width: 64\n", "the key model twice, first at line 1, again at line 3"),
+        ("model:\n  depth: 3\n  width: 64\n  depth: 4\n", "the key depth twice, first at line 2, again at line 4"),
+        ("model: {depth: 3, 'depth': 4}\n", "the key depth twice, first at line 1, again at line 1"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path, text: str, what: str) -> None:
+    """The last one won without a word."""
+    assert f"has {what}; keep one of them" in refusal(path=file(tmp_path, text))
+
+
 def test_merge_keys_that_double_thirty_times_expand_nothing(tmp_path: Path) -> None:
     """Without the refusal this file of 800 bytes would make a mapping of a billion entries."""
     doubled = "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))

@@ -111,6 +111,8 @@ def test_memory_without_a_unit_is_not_taken_for_a_few_bytes() -> None:
     [
         ("1,5GB", "; write 1.5GB for one size, or 1GB,5GB"),
         ("8,16", "; write 8GB,16GB"),
+        ("1,000MB", "; write 1000MB"),
+        ("1,500MB", "; write 1500MB for one size, or 1MB,500MB"),
         ("8, 16, 24GB", "; write 8GB,16GB,24GB"),
         ("1.000,5", ""),
     ],

@@ -224,3 +224,13 @@ def test_a_tokens_file_of_an_odd_size_is_refused(tmp_path: Path, size: int) -> N
 
 def test_a_folder_is_no_tokens_file(tmp_path: Path) -> None:
     assert str(tmp_path) in refusal(kind="tokens", path=str(tmp_path))
+
+
+def test_a_text_that_is_not_there_is_told_from_a_folder_without_text(tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path / "text", f"data: {tmp_path / 'text'} does not exist; give --data PATH"),
+        (tmp_path, f"data: no text at {tmp_path} that matches"),
+    ):
+        with pytest.raises(UserError) as refused:
+            load(config.DataConfig(kind="text", path=str(path)), MODEL)
+        assert str(refused.value).startswith(said)

@@ -329,8 +329,10 @@ def test_in_a_synchronous_run_the_whole_model_computes_routed_micro_batches_only
 
 def test_a_layer_that_this_machine_cannot_build_is_refused_by_arithmetic() -> None:
     run = config.Config(model=config.ModelConfig(depth=1024, width=65_536, vocabulary=1 << 20, heads=1024))
-    with pytest.raises(UserError, match=r"model: building \d+ parameters, 68719542272 of them in one layer, takes"):
+    with pytest.raises(UserError, match=r"model: building 52.9 T parameters, 68.7 B of them in one layer, takes"):
         memory.check_machine(run, (1, 2), 64 << 30)
+    with pytest.raises(UserError, match=r"takes 274\.9 GB; this machine has 68\.7 GB"):
+        memory.check_machine(run, (0, 0), 64 << 30)
 
 
 def test_tables_of_positions_count_for_the_blocks_of_the_span() -> None:

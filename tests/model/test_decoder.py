@@ -1,6 +1,7 @@
 """The model: Llama's arithmetic under Llama's names, cut into layers."""
 
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,19 @@ def test_blocks_that_are_computed_again_give_the_same_gradients_to_the_bit(model
     again, same = gradients(saving(model, recompute=True), layers)
     assert again == loss
     assert all(torch.equal(one, other) for one, other in zip(found, same, strict=True))
+
+
+def test_layers_of_other_peers_are_freed_before_the_next_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of 2e9 parameters were in memory together."""
+    there: list[int] = []
+    built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    class Counted(decoder.Block):
+        def __init__(self, model: config.ModelConfig, rotated: bool = True) -> None:
+            there.append(len(built))
+            super().__init__(model, rotated)
+            built.add(self)
+
+    monkeypatch.setattr(decoder, "Block", Counted)
+    assert decoder.build(config.ModelConfig(depth=4, width=64), 0, 0, 0) == []
+    assert there == [0, 0, 0, 0]
