@@ -18,7 +18,6 @@ from pathlib import Path
 from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail, holder
 from decentral.commands.ps import STATUS_COLUMNS, PeerStatus, here, table
-from decentral.commands.table import COMMANDS
 from decentral.core.errors import UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
@@ -37,7 +36,7 @@ Running = Mapping[RunningPeer, PeerStatus]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if a peer has not ended, or has not saved its last checkpoint."""
-    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["stop"].interrupted)
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
