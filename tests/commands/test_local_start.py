@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from decentral.commands import local, shared
 from decentral.core.errors import UserError
 from decentral.core.journal import file as journal
 from decentral.core.journal.events import JoinedLine, StoppedLine
 from decentral.peers.startup.state import StateFolder
+from decentral.view import summary
 from tests.commands.test_local_command import ended, refusal
 from tests.journal_lines import event_of
 
@@ -74,6 +76,15 @@ def test_what_a_peer_did_last_is_not_the_reason_of_its_end(tmp_path: Path, code:
     with pytest.raises(UserError) as refused:
         swarm.await_event(swarm.members[0], StoppedLine)
     assert str(refused.value) == f"peer 0 did not start: {why}; its output is in {tmp_path}/peer-0/output.txt"
+
+
+def test_a_peer_that_was_stopped_before_it_began_has_a_name_and_no_empty_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "peer-0").mkdir()
+    result = summary.summarise([tmp_path / "peer-0"], [1.0], 1.0)
+    summary.report(Console(highlight=False), result)
+    assert capsys.readouterr().out.startswith("peer vm-0  throttle 1  ")
 
 
 def interrupt(*_: object) -> None:
