@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return shared.run(lambda: print(f"decentral {__version__}"))
     if arguments[0] not in COMMANDS:
         return shared.run(lambda: _unknown(arguments[0]))
-    with shared.loading(COMMANDS[arguments[0]].interrupted):
+    with shared.loading():
         chosen = module_of(arguments[0])
     code: int = chosen.main(arguments[1:])
     return code

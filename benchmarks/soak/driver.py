@@ -15,6 +15,7 @@ from benchmarks.soak.evidence import Evidence, Exit, Hit
 from benchmarks.soak.faults import MOST_AT_ONCE, Fault
 from benchmarks.soak.judge import MOST_RECOVERY_S
 from benchmarks.soak.swarm import SoakSwarm, daemons, signal_all
+from decentral.commands.shared import INTERRUPTED
 
 TICK_S = 0.2
 SAMPLE_S = 5.0
@@ -22,6 +23,7 @@ STALL_S = 5.0  # between two ticks: this process did not run, and perhaps none d
 TAIL_S = 30.0  # watched after the last fault
 OF_NETWORK = ("cut", "daemon")
 KILLED = -signal.SIGKILL
+LEFT = (0, INTERRUPTED)  # exit codes of a peer that left when it was told to, the second one while it started
 
 
 class Driver:
@@ -59,7 +61,7 @@ class Driver:
         self.swarm.stop()
         self.swarm.follow()
         for place, member in enumerate(last):
-            self._ended(place, member.number, member.process.returncode, (0,))
+            self._ended(place, member.number, member.process.returncode, LEFT)
         self.found.tracebacks = self.swarm.tracebacks()
         for number in sorted(self.swarm.journals):
             self.found.journals.setdefault(number % self.swarm.size, []).append(self.swarm.journals[number])
@@ -148,7 +150,7 @@ class Driver:
             case "leave":
                 if member.process.poll() is None:
                     return False
-                self._ended(place, member.number, member.process.returncode, (0,))
+                self._ended(place, member.number, member.process.returncode, LEFT)
                 swarm.restart(place)
             case "freeze":
                 signal_all(member.process.pid, signal.SIGCONT)

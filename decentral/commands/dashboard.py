@@ -54,12 +54,21 @@ def _main(flags: argparse.Namespace) -> None:
     with socket.socket(fileno=flags.socket) if flags.socket is not None else flags.at.bind() as listening:
         if flags.feed is None:
             print(f"the page: {link(listening)}", flush=True)
-        with suppress(asyncio.CancelledError):
-            asyncio.run(_serve(flags, listening, hooks))
+        serving = asyncio.Event()
+        try:
+            asyncio.run(_serve(flags, listening, hooks, serving))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            if not serving.is_set():
+                raise KeyboardInterrupt from None
 
 
-async def _serve(flags: argparse.Namespace, listening: socket.socket, hooks: Hooks | None) -> None:
-    """Serve the page, and tell hooks what happens, until Ctrl-C, or until the parent process ends."""
+async def _serve(
+    flags: argparse.Namespace, listening: socket.socket, hooks: Hooks | None, is_served: asyncio.Event
+) -> None:
+    """Serve the page, and tell hooks what happens, until Ctrl-C, or until the parent process ends.
+
+    `is_served` is set once the page can be served; Ctrl-C is then the command's orderly end.
+    """
     import uvicorn
 
     from decentral.view.page.connections import settings
@@ -84,6 +93,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket, hooks: Hoo
         follower = PageFollower(sources, SwarmTime(time.time), hooks=SwarmHooks(hooks) if hooks else None)
         updates = Updates(follower.view)
         server = uvicorn.Server(settings(application(updates, flags.at.host, model_api)))
+        is_served.set()
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         following = asyncio.create_task(follower.run(updates.publish))
         await asyncio.wait((serving, following), return_when=asyncio.FIRST_COMPLETED)

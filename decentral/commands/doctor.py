@@ -21,7 +21,6 @@ from pathlib import Path
 from decentral.commands import shared
 from decentral.commands.checks import machine
 from decentral.commands.checks.finding import Finding, FindingState, any_wrong, unknown
-from decentral.commands.table import COMMANDS
 from decentral.core import strict_json
 from decentral.core.device_names import CHOICES
 from decentral.core.errors import UserError
@@ -35,9 +34,7 @@ SHOWN = {FindingState.OK: "ok", FindingState.WARN: "WARN", FindingState.WRONG: "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if a check found something wrong."""
     found: list[Finding] = []
-    code = shared.run(
-        lambda: found.extend(asyncio.run(_examine(parse(argv)))), interrupted=COMMANDS["doctor"].interrupted
-    )
+    code = shared.run(lambda: found.extend(asyncio.run(_examine(parse(argv)))))
     return code or int(any_wrong(found))
 
 

@@ -21,7 +21,6 @@ from decentral.commands import shared
 from decentral.commands.estimates import cards, places, sizes
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.places import PeerGroup
-from decentral.commands.table import COMMANDS
 from decentral.core import config, quantities, strict_json
 from decentral.core.config import Config
 from decentral.core.errors import UserError
@@ -40,7 +39,7 @@ RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["estimate"].interrupted)
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -48,7 +47,9 @@ def _main(flags: argparse.Namespace) -> None:
     groups, prices = places.groups_of(flags.peers), _prices(flags.price)
     _check_prices(prices, groups)
     shaped = flags.config or flags.model or flags.model_from or run.model.model_fields_set & {"depth", "width"}
-    with shared.loading(COMMANDS["estimate"].interrupted):
+    if shaped:
+        print(f"playing plans, up to {flags.seconds:g} s on a quiet machine", file=sys.stderr, flush=True)
+    with shared.loading():
         from decentral.commands.estimates import estimating, size_table
     if shaped:
         found = estimating.estimated(run, groups, flags.seconds)

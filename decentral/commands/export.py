@@ -40,23 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     state_folders([text for text in flags.state_dir if not is_address(text)])  # before torch is loaded
-    with shared.loading():
+    with shared.loading("nothing written"):
         from decentral.model import adapter_folder, huggingface
         from decentral.serving import gather_weights, replicas
     own = OwnInputs(model_folder=flags.model_from)
-    if flags.join:
-        found = asyncio.run(gather_weights.from_swarm(flags.join, flags.invite))
-    else:
-        folders = [_local(text) for text in flags.state_dir]
-        found = gather_weights.from_folders(folders, own)
-    run, weights = found.config.with_own(own), found.average()
-    adapters = flags.format == "peft" or (flags.format is None and run.model.lora is not None)
-    layers, out = replicas.layers_with(run, weights, frozen=not adapters), Path(flags.out)
-    if adapters:
-        files = adapter_folder.write(out, run, layers)
-    else:
-        like = flags.tokenizer or run.tokenizer
-        files = huggingface.write(out, run, layers, Path(like) if like else None)
+    with shared.if_interrupted("nothing written"):
+        if flags.join:
+            found = asyncio.run(gather_weights.from_swarm(flags.join, flags.invite))
+        else:
+            folders = [_local(text) for text in flags.state_dir]
+            found = gather_weights.from_folders(folders, own)
+        run, weights = found.config.with_own(own), found.average()
+        adapters = flags.format == "peft" or (flags.format is None and run.model.lora is not None)
+        layers, out = replicas.layers_with(run, weights, frozen=not adapters), Path(flags.out)
+        if adapters:
+            files = adapter_folder.write(out, run, layers)
+        else:
+            like = flags.tokenizer or run.tokenizer
+            files = huggingface.write(out, run, layers, Path(like) if like else None)
     steps = [step for one in found.holders for step in one.steps.values()]
     files += _write_card(out, found.run, run, [] if flags.join else folders, max(steps, default=0), adapters)
     counts = [sum(index in one.weights for one in found.holders) for index in weights]

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.commands.table import COMMANDS
 from decentral.core.device_names import CHOICES, valid_device
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
@@ -30,14 +29,14 @@ HOTTEST = 100.0  # highest --temperature; at this value all tokens are about equ
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["generate"].interrupted)
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
     state_folders(flags.state_dir)  # before torch is loaded
     if flags.model and not Path(flags.model).is_dir():
         raise UserError(f"--model {flags.model}: there is no such folder; give a Hugging Face model's folder")
-    with shared.loading(COMMANDS["generate"].interrupted):
+    with shared.loading():
         from decentral.engine import measure
         from decentral.serving import decoding, gather_weights, loaded_model
     device = measure.choose(flags.device)

@@ -23,12 +23,12 @@ from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.commands import lifeline, shared
 from decentral.commands.hook_flags import add_hook_flags, hooks_of
-from decentral.commands.local_peer import LocalPeer
+from decentral.commands.local_peer import OUTPUT, LocalPeer
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
 from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import UserError, writing
-from decentral.core.journal.events import JoinedLine, JournalEvent, StartedLine
+from decentral.core.journal.events import JoinedLine, JournalEvent, StartedLine, StepLine
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.peer_names import name_of_several
 from decentral.core.plain_text import printable
@@ -86,8 +86,8 @@ def _main(flags: LocalFlags) -> None:
         else:
             folder = Path(flags.state_dir)
         check_run(flags, folder)
-        with writing("--state-dir", folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        if flags.state_dir is not None:
+            stack.enter_context(StateFolder.claim(flags.state_dir))
         page = stack.enter_context(dashboard(flags.dashboard, folder, listening=page_socket))
         if page:
             console.print(f"the page: {page.url}", style="bold")
@@ -95,11 +95,15 @@ def _main(flags: LocalFlags) -> None:
         stack.callback(swarm.kill)
         if flags.hooks:
             flags.hooks.start()
+        is_early = True
         try:
             swarm.start(console)
             swarm.wait(console)
+            is_early = False
         except KeyboardInterrupt:
             console.print("stopping")
+        except StoppedWhileStarting as stopped:
+            console.print(f"{stopped}; stopping")
         swarm.stop()
         if flags.hooks:
             swarm.tell_hooks()
@@ -107,6 +111,9 @@ def _main(flags: LocalFlags) -> None:
             for warning in flags.hooks.missed():
                 console.print(warning, soft_wrap=True, markup=False)
         deaths = swarm.deaths()
+        if is_early and not swarm.has_trained():
+            console.print("stopped before any peer trained; nothing saved")
+            raise SystemExit(1 if deaths else shared.INTERRUPTED)
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
     summary.report(console, result)
     if flags.summary:
@@ -115,6 +122,8 @@ def _main(flags: LocalFlags) -> None:
     console.print(shared.as_called(summary.next_step(flags.state_dir)), soft_wrap=True, markup=False)
     if deaths:
         raise SystemExit(1)
+    if not swarm.has_started:
+        raise SystemExit(shared.INTERRUPTED)
 
 
 def check_run(flags: LocalFlags, folder: Path) -> None:
@@ -144,6 +153,10 @@ def check_run(flags: LocalFlags, folder: Path) -> None:
         memory.check_together(needs, len(flags.memory), max(flags.memory))
 
 
+class StoppedWhileStarting(Exception):
+    """Raised when somebody stops a peer before all peers have joined."""
+
+
 class LocalSwarm:
     """The peer processes that this command has started."""
 
@@ -156,6 +169,7 @@ class LocalSwarm:
         self.members: list[LocalPeer] = []
         self.now = SwarmClock()
         self.began = self.joined_at = self.now()
+        self.has_started = False  # whether all peers have joined
         self.seconds = 0.0  # training time: from the last peer's join until `stop` is called
         self.address = ""
         self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
@@ -179,7 +193,12 @@ class LocalSwarm:
         console.print(f"    {shlex.join(line)}", soft_wrap=True, markup=False)
 
     def begin(self, count: int) -> None:
-        """Start the first `count` peers, and return when all have joined. Raise UserError if one does not join."""
+        """Start the first `count` peers, and return when all have joined.
+
+        Raises:
+            UserError: If a peer does not join.
+            StoppedWhileStarting: If somebody has stopped one of them.
+        """
         self.launch(0, None)
         self.await_event(self.members[0], JoinedLine)
         started = self.members[0].happened(StartedLine, self.began - 1)
@@ -189,7 +208,11 @@ class LocalSwarm:
             self.launch(number, self.address)
         for member in self.members[1:]:
             self.await_event(member, JoinedLine)
-        self.joined_at = self.now()
+        self.joined_at, self.has_started = self.now(), True
+
+    def has_trained(self) -> bool:
+        """Return whether a peer has taken a step since this command began."""
+        return any(member.happened(StepLine, self.began - 1) for member in self.members)
 
     def wait(self, console: Console) -> None:
         """Wait until --stop-after is reached, counted from the time at which the last peer joined."""
@@ -222,8 +245,9 @@ class LocalSwarm:
             if not death or member.number in self.known_dead:
                 continue
             self.known_dead.add(member.number)
-            last = f"; its last line: {member.last_output()}" if member.process.returncode > 0 else ""
-            self.say(printable(f"warning: peer {member.number} has ended ({death}){last}", REASON_CHARS))
+            is_said = member.process.returncode < 0 or (reason := member.failure()).startswith(death)
+            why = "" if is_said else f": {reason}"
+            self.say(printable(f"warning: peer {member.number} has ended ({death}){why}", REASON_CHARS))
             started = member.happened(StartedLine, self.began - 1)
             if self.page and started:
                 self.page.tell("", self.now(), MissedLine(peer=started.peer, reason=death, certain=True))
@@ -285,9 +309,10 @@ class LocalSwarm:
             arguments += [self.flags.config] if self.flags.config else []
             arguments += [part for override in self.flags.overrides for part in ("--set", override)]
         tied = lifeline.tied({**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
-        with (folder / "output.txt").open("ab") as output:
+        with (folder / OUTPUT).open("ab") as output:
+            output_from = output.tell()
             process = self.spawn(number, arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **tied)
-        self.members.append(LocalPeer(number, folder, process))
+        self.members.append(LocalPeer(number, folder, process, output_from))
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
         """Start the process of peer `number`; `options` are those of subprocess.Popen."""
@@ -313,16 +338,30 @@ class LocalSwarm:
         return started.addresses[0]
 
     def await_event(self, member: LocalPeer, event: type[JournalEvent]) -> None:
-        """Wait for an event in a peer's journal. Raise UserError if the peer ends first, or after PEER_START_S."""
+        """Wait for an event in a peer's journal.
+
+        Raises:
+            UserError: If the peer ends first, or after PEER_START_S.
+            StoppedWhileStarting: If somebody has stopped any peer.
+        """
         deadline, said = self.now() + PEER_START_S, ""
-        while member.happened(event, self.began - 1) is None:
+        while True:
+            has_ended = member.process.poll() is not None
+            has_happened = member.happened(event, self.began - 1) is not None
+            for one in {one.number: one for one in self.members}.values():
+                # A peer that leaves is only looked for where it matters, as that takes reading its whole journal.
+                may_leave = has_ended or has_happened or one.process.poll() is not None
+                if may_leave and one.was_stopped(self.began):
+                    raise StoppedWhileStarting(f"peer {one.number} was stopped while starting")
+            if has_happened:
+                return
             self.tell_hooks()
             does = member.last_output()
             if does != said and does.startswith(shared.STARTING):
                 self.say(f"peer {member.number} {printable(does, REASON_CHARS)}")
                 said = does
-            if member.process.poll() is not None:
-                raise UserError(f"peer {member.number} did not start: {member.last_output()}")
+            if has_ended:
+                raise UserError(f"peer {member.number} did not start: {member.failure()}")
             if self.now() > deadline:
                 waited = f"within {PEER_START_S:.0f} s; the machine may be overloaded: start fewer peers"
                 raise UserError(f"peer {member.number} did not start {waited}")

@@ -44,13 +44,14 @@ class Setting:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return shared.run(lambda: _main(parse(argv)), interrupted=130)
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
     asks = sys.stdin is not None and sys.stdin.isatty() and flags.model is None and flags.model_from is None
     if asks:
-        _ask_for(flags, input)
+        with shared.if_interrupted("nothing written"):
+            _ask_for(flags, input)
     if flags.model is None and flags.model_from is None:
         raise UserError("give --model SIZE, such as 125M, or --model-from DIR; on a terminal this command asks")
     name = flags.name or "mine"

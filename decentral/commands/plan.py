@@ -22,7 +22,6 @@ from rich.table import Table
 
 from decentral.commands import shared
 from decentral.commands.progress_bar import progress_bar
-from decentral.commands.table import COMMANDS
 from decentral.core import quantities, strict_json
 from decentral.core.config import Config
 from decentral.core.config import load as load_config
@@ -63,7 +62,7 @@ class LiveSwarm:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return shared.run(lambda: _main(parse(arguments)), interrupted=COMMANDS["plan"].interrupted)
+    return shared.run(lambda: _main(parse(arguments)))
 
 
 def _main(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail
-from decentral.core import strict_json
+from decentral.core import foreign_file, strict_json
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, short
 from decentral.core.journal.events import JoinedLine, StoppedLine
@@ -29,6 +29,8 @@ from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
 
 NO_FIGURE = "-"
+SUSPENDED = "suspended"  # phase of a peer whose process is stopped by a signal, and hears no other one
+STAT_BYTES = 4096  # more than /proc/PID/stat has
 MOST_CELL_CHARS = 4096  # of a folder or an address
 
 
@@ -39,7 +41,7 @@ class PeerStatus:
     name: str
     peer: str
     run: str
-    phase: str  # starting, joining, training or stopping; "" for another user's peer
+    phase: str  # starting, joining, training, stopping or suspended; "" for another user's peer
     user: str
     pid: int
     since: Seconds  # Unix time at which the process started
@@ -61,7 +63,7 @@ class PeerStatus:
             name=plain_text(facts.name) if facts else "",
             peer=plain_text(facts.peer) if facts else "",
             run=plain_text(facts.run) if facts else "",
-            phase=_phase(tail) if peer.folder else "",
+            phase=(SUSPENDED if _is_suspended(peer.pid) else _phase(tail)) if peer.folder else "",
             user=_user(peer.user),
             pid=peer.pid,
             since=round(peer.since, 1),
@@ -124,6 +126,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def _is_suspended(pid: int) -> bool:
+    """Return whether a process is stopped by a signal, such as after Ctrl-Z; False if it has ended."""
+    try:
+        content = foreign_file.read_bytes(PROC / str(pid) / "stat", STAT_BYTES)
+    except OSError:
+        return False
+    return content.rpartition(b")")[2].split()[:1] == [b"T"]  # the name before it may have brackets
 
 
 def _phase(tail: JournalTail | None) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from decentral.comm.wire.identity import Identity
 from decentral.commands import shared
 from decentral.commands.export import CARD_FILE
-from decentral.commands.table import COMMANDS
 from decentral.core import quantities, strict_json
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
@@ -34,7 +33,7 @@ TOLD_EVERY_S = 5.0  # progress is printed at this interval
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["push"].interrupted)
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:

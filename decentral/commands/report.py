@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     found = [journal for folder in flags.folders for journal in audit.journals(Path(folder))]
-    run = history_of((journal.parent.name, journal) for journal in found)
+    with shared.if_interrupted("nothing written"):
+        run = history_of((journal.parent.name, journal) for journal in found)
     if not run.peers:
         raise UserError(f"none of the {len(found)} journals has a valid line; give the state folders of peers that ran")
     with writing("-o", flags.out):

@@ -1,8 +1,7 @@
 """Code that all commands share: running a command, exit codes, and parsers of flags. Start reading at `run`.
 
 Exit codes: 0 means success. 1 means a bug, or a bad result that the command has printed. 2 means an error that the user
-can correct; one line on stderr explains it. Ctrl-C gives 0, or 130 for commands whose result is then incomplete
-(`Command.interrupted`).
+can correct; one line on stderr explains it. INTERRUPTED means that Ctrl-C came before the command had done its work.
 """
 
 import argparse
@@ -33,6 +32,7 @@ T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
 STARTING = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
 EXPECTED = {"int": "a whole number such as 4", "float": "a number such as 1.5"}  # type of a flag -> what is expected
 MAY_BE_EMPTY = ("region", "text")  # a peer's region and a prompt; any other empty argument is a mistake
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
@@ -219,18 +219,26 @@ def _end_as_ctrl_c_does() -> None:
 
 
 @contextmanager
-def loading(interrupted: int = 0) -> Iterator[None]:
+def loading(result: str = "") -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end this process at once within the block, which imports large libraries.
+
+    The exit code is then INTERRUPTED, and a line on stderr says so.
 
     torch and libp2p take seconds to load, and an interrupted import may leave a half-loaded library. Use the block only
     before the command has anything to clean up. Signals that the process ignores are still ignored.
 
     Args:
-        interrupted: Exit code if one of these signals ends the process.
+        result: What the line says of the command's result, such as "nothing written"; "": nothing.
     """
+
+    def end(*_: object) -> None:
+        with suppress(OSError):  # stderr is closed
+            os.write(2, f"{_interrupted(result)}\n".encode())
+        os._exit(INTERRUPTED)
+
     heard = [each for each in ending_signals() if signal.getsignal(each) is not signal.SIG_IGN]
     ending = heard if threading.current_thread() is threading.main_thread() else []
-    before = [signal.signal(each, lambda *_: os._exit(interrupted)) for each in ending]
+    before = [signal.signal(each, end) for each in ending]
     try:
         yield
     finally:
@@ -256,7 +264,20 @@ def interrupted_at_once() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -> int:
+@contextmanager
+def if_interrupted(result: str) -> Iterator[None]:
+    """Say what `result` says of the command's result if Ctrl-C ends it within the block, such as "nothing written"."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(result) from None
+
+
+def _interrupted(result: str) -> str:
+    return f"interrupted; {result}" if result else "interrupted"
+
+
+def run(main: Callable[[], None], lasting: bool = False) -> int:
     """Run a command and return its exit code.
 
     SIGTERM and SIGHUP end the command as Ctrl-C does, so that it ends the processes that it started. Any exception
@@ -264,7 +285,6 @@ def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -
 
     Args:
         main: The command.
-        interrupted: Exit code after Ctrl-C.
         lasting: Whether to go on when stdout cannot be written.
 
     Returns:
@@ -279,10 +299,13 @@ def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -
             except UserError as error:
                 print("error:", one_line(error), file=sys.stderr)
                 return 2
+            except KeyboardInterrupt as error:
+                print(_interrupted(str(error)), file=sys.stderr)
+                raise
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not let Ctrl-C interrupt Python's exit
-        return interrupted
+        return INTERRUPTED
     except OutputGone as error:
         if not error.nobody_reads:
             print("error:", one_line(error), file=sys.stderr)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail, holder
-from decentral.commands.ps import STATUS_COLUMNS, PeerStatus, here, table
-from decentral.commands.table import COMMANDS
+from decentral.commands.ps import STATUS_COLUMNS, SUSPENDED, PeerStatus, here, table
 from decentral.core.errors import UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
@@ -37,7 +36,7 @@ Running = Mapping[RunningPeer, PeerStatus]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if a peer has not ended, or has not saved its last checkpoint."""
-    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["stop"].interrupted)
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -54,12 +53,15 @@ def _main(flags: argparse.Namespace) -> None:
         raise SystemExit(1)
     asked_at = time.time()
     deadline = time.monotonic() + STOP_S
-    all_well = True
     temporary = {peer for peer in found if peer.folder and is_temporary(peer.folder)}
     with StopRequests.ask(found) as requests:
+        suspended = [peer for peer in found if running[peer].phase == SUSPENDED]
         for peer in found:
-            print(f"stopping {_called(peer, running[peer])}", flush=True)
-        for peer in found:
+            called = _called(peer, running[peer])
+            away = f"{called}: suspended; it saves and ends after: kill -CONT {peer.pid}"
+            print(away if peer in suspended else f"stopping {called}", flush=True)
+        all_well = not suspended
+        for peer in (one for one in found if one not in suspended):
             ended = requests.has_ended(peer, deadline - time.monotonic())
             is_saved, said = False, "still saving; not killed"
             if ended and peer in temporary:

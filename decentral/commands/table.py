@@ -14,11 +14,10 @@ ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/QmYourPeer"  # a peer's address in exampl
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command's line in the overview of all commands, its examples, and its exit code after Ctrl-C."""
+    """A command's line in the overview of all commands, and its examples."""
 
     does: str
     examples: tuple[str, ...]  # flags and arguments that a user may type after the command's name
-    interrupted: int = 0  # exit code after Ctrl-C; 130 for commands whose result is then incomplete
 
 
 COMMANDS = {
@@ -46,7 +45,6 @@ COMMANDS = {
     "stop": Command(
         "make peers on this machine save, leave and end",
         ("ann", "swarm/peer-1", "--all"),
-        interrupted=130,
     ),
     "estimate": Command(
         "predict what a swarm can train, how fast, and at what price, before it exists",
@@ -55,7 +53,6 @@ COMMANDS = {
             '--model 1.3B --peers "4x4090 homes:50/500, 8xA100 oregon" --tokens 10B --price 4090=0.35,A100=1.2',
             'small --peers "4xcpu" --json',
         ),
-        interrupted=130,
     ),
     "new": Command(
         "write a config for a goal, with a comment for each key that it sets",
@@ -68,7 +65,6 @@ COMMANDS = {
     "doctor": Command(
         "find out why a peer does not start, join or average, and what to do",
         ("", f"--join {ADDRESS}", "--state-dir swarm/peer-1 --json"),
-        interrupted=130,
     ),
     "dashboard": Command(
         "serve a live page about a swarm, as a visitor or from its journals",
@@ -95,7 +91,6 @@ COMMANDS = {
             "spot --compare --seconds 10",
             f"--join {ADDRESS} --json",
         ),
-        interrupted=130,
     ),
     "simulate": Command(
         "simulate a swarm of up to thousands of peers in virtual time, with faults",
@@ -129,7 +124,6 @@ COMMANDS = {
             "my-model hf://me/my-model",
             "swarm/peer-1 /mnt/backup",
         ),
-        interrupted=130,
     ),
     "compare": Command(
         "compare runs: losses at equal tokens and time, settings, and who trained what",
@@ -142,7 +136,6 @@ COMMANDS = {
             '--state-dir swarm/peer-1 --temperature 0 "def main("',
             '--model my-model --max-tokens 500 --seed 7 "Once upon a time"',
         ),
-        interrupted=130,
     ),
     "ledger": Command(
         "show what each peer has contributed, by what other peers measured",

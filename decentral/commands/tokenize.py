@@ -50,7 +50,8 @@ def _main(flags: argparse.Namespace) -> None:
         print(f"wrote a tokenizer of {flags.train} tokens in {place}")
     found = tokenizer.load(chosen, flags.separator)
     width = 2 if found.size <= 1 << 16 else 4
-    count = write(_pieces(parts), found, out, width)
+    with shared.if_interrupted(f"{out} is not written"):
+        count = write(_pieces(parts), found, out, width)
     print(f"wrote {count:,} tokens in {out}; to train on them:")
     print(f"    --set data.kind=tokens --data {out} --set model.vocabulary={found.size}")
 

@@ -102,7 +102,8 @@ def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
 def report(console: Console, result: Summary) -> None:
     """Print a summary for the user: a line for each peer, then a line for the swarm."""
     for number, peer in enumerate(result["peers"]):
-        who = titled(PeerId(peer["peer"]), name_of_several(number))
+        name = name_of_several(number)
+        who = titled(PeerId(peer["peer"]), name) if peer["peer"] else name  # "": the peer was stopped while it started
         exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
         console.print(
             f"peer {who}  throttle {peer['throttle']:g}  {plural(peer['micro_batches'], 'micro-batch')}  "

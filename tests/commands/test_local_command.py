@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from decentral.commands import local, shared
-from decentral.commands.local_peer import LocalPeer
+from decentral.commands.local_peer import TRACEBACK, LocalPeer
 from decentral.core import config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import file as journal
@@ -126,7 +126,7 @@ def test_a_wrong_config_is_said_before_any_peer_starts(capfd: pytest.CaptureFixt
 def test_a_folder_that_cannot_be_made(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "a-file").touch()
     said = refusal(capfd, "--state-dir", str(tmp_path / "a-file" / "swarm"))
-    assert said == f"--state-dir {tmp_path}/a-file/swarm: Not a directory; choose a place that can be written"
+    assert said == f"--state-dir {tmp_path}/a-file/swarm: Not a directory; choose a folder that can be written"
 
 
 def test_a_page_whose_port_is_taken_is_refused_before_there_is_a_folder(
@@ -220,7 +220,8 @@ def mortal(tmp_path: Path) -> local.LocalSwarm:
     for number, code in enumerate(("os._exit(0)", "os.kill(os.getpid(), 9)", "os._exit(1)")):
         folder = swarm.folders()[number]
         folder.mkdir()
-        (folder / "output.txt").write_text("RuntimeError: the device is gone\n")
+        said = ["starting: joining the DHT", TRACEBACK, "RuntimeError: the device is gone"]
+        (folder / "output.txt").write_text("\n".join(said))
         lines = journal.Journal(folder / "journal.jsonl", swarm.now)
         lines.write(event_of("started", peer=f"P{number}"))
         step = {"step": 7, "micro_batches": 1, "tokens": 8, "seconds": 1.0, "aside": {}}
@@ -237,7 +238,7 @@ def test_peers_that_have_died_are_said_once_and_a_peer_that_has_left_is_not(
     mortal.tell_deaths()
     assert capsys.readouterr().out.splitlines() == [
         "warning: peer 1 has ended (killed by signal 9)",
-        "warning: peer 2 has ended (exit code 1); its last line: RuntimeError: the device is gone",
+        "warning: peer 2 has ended (exit code 1): RuntimeError: the device is gone",
     ]
 
 

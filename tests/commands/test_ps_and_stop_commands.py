@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -294,6 +295,27 @@ def test_a_real_peer_is_listed_and_stopped_by_its_folder(peers: Peers) -> None:
     assert (stopped["reason"], stopped.get("unsaved")) == ("interrupted", None)
     steps = [line["step"] for line in peers.lines("one", "step")]
     assert peers.lines("one", "checkpoint")[-1]["step"] >= max(steps)
+
+
+def test_a_suspended_peer_is_shown_as_such_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training(tmp_path)
+    (tmp_path / KEY).touch()
+    monkeypatch.setattr(stop, "STOP_S", 0.2)
+    with piped(sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "lock"), "-m", "decentral.peer") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        (peer,) = (one for one in ps.here() if one.folder == tmp_path)
+        assert PeerStatus.of(peer).phase == "suspended"
+        with pytest.raises(SystemExit, match="1"):
+            stop.main([str(tmp_path)])
+        told = f"ann (pid {process.pid}): suspended; it saves and ends after: kill -CONT {process.pid}\n"
+        assert capsys.readouterr().out == told
+        process.send_signal(signal.SIGCONT)
+        assert PeerStatus.of(peer).phase != "suspended"
 
 
 HANGS = """

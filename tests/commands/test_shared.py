@@ -1,13 +1,14 @@
 """What all commands share: flags, signals that end them, and output that nobody reads."""
 
 import argparse
+import asyncio
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +16,7 @@ import pytest
 from rich.table import Table
 
 from decentral import __main__ as decentral_main
-from decentral.commands import local, peer, shared
+from decentral.commands import export, local, peer, shared
 from decentral.commands.table import COMMANDS, module_of
 from decentral.core.errors import UserError
 
@@ -268,7 +269,7 @@ def test_whatever_ends_a_command_lets_it_leave_in_order(notice: signal.Signals) 
                 signal.raise_signal(again)
             left.append(notice)
 
-    assert shared.run(work, interrupted=130) == 130
+    assert shared.run(work) == 130
     assert left == [notice]
     signal.raise_signal(signal.SIGINT)  # once more, while the interpreter ends
 
@@ -277,13 +278,13 @@ def test_whatever_ends_a_command_lets_it_leave_in_order(notice: signal.Signals) 
 @pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGHUP])
 def test_a_notice_ends_a_command_that_a_script_has_started_in_the_background(notice: signal.Signals) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does
-    assert shared.run(lambda: signal.raise_signal(notice), interrupted=130) == 130
+    assert shared.run(lambda: signal.raise_signal(notice)) == 130
 
 
 @pytest.mark.usefixtures("kept_handlers")
 def test_nohup_keeps_a_command_running_where_its_terminal_is_closed() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert shared.run(lambda: signal.raise_signal(signal.SIGHUP), interrupted=130) == 0
+    assert shared.run(lambda: signal.raise_signal(signal.SIGHUP)) == 0
     assert signal.SIGHUP not in shared.ending_signals()
 
 
@@ -291,8 +292,35 @@ def test_nohup_keeps_a_command_running_where_its_terminal_is_closed() -> None:
 def test_ctrl_c_while_a_command_loads_gives_no_success_and_stays_ignored_where_it_was(ignored: bool, code: int) -> None:
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); " if ignored else ""
     program = f"import signal, sys; from decentral.commands import shared; {ignore}"
-    program += "load = shared.loading(130); load.__enter__(); signal.raise_signal(signal.SIGINT); sys.exit(7)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code
+    program += "load = shared.loading('nothing written'); load.__enter__(); "
+    program += "signal.raise_signal(signal.SIGINT); sys.exit(7)"
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "" if ignored else "interrupted; nothing written\n")
+
+
+@pytest.mark.usefixtures("kept_handlers")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_ctrl_c_ends_before_its_work_is_done_gives_no_success_and_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module_of(name), "parse", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(peer, "heed", lambda: None)
+    assert decentral_main.main([name]) == shared.INTERRUPTED
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+@pytest.mark.usefixtures("kept_handlers")
+def test_an_export_that_ctrl_c_ends_says_that_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(visit: Coroutine[Any, Any, Any]) -> None:
+        visit.close()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    flags = ["--join", "/ip4/192.0.2.7/tcp/4001/p2p/QmViNS8YCd6cZzwyBLzHbkQVrWBD2AQpKcr1cceozqQ5RN", "--out", "out"]
+    assert export.main(flags) == shared.INTERRUPTED
+    assert capsys.readouterr() == ("", "interrupted; nothing written\n")
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "peer"])

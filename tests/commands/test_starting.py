@@ -278,7 +278,7 @@ def test_a_signal_ends_a_peer_that_builds_its_model(
     folder = tmp_path / "peer"
     try:
         flags = StartFlags(config="default", state_dir=str(folder))
-        assert shared.run(lambda: asyncio.run(start_peer.start(flags, "cpu")), interrupted=130) == 130
+        assert shared.run(lambda: asyncio.run(start_peer.start(flags, "cpu"))) == shared.INTERRUPTED
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -34,6 +34,8 @@ MBIT = 1e6 / 8
 # Words that end the name of a device; another last word of a group is the name of its place.
 LAST_OF_DEVICE = re.compile(r"ti|super|ada|pcie|sxm\d?|hbm\d?e?|\d*gi?b|[a-z]?\d{2,4}[a-z]?", re.IGNORECASE)
 
+LAPTOP = re.compile(r"(^|[\s_-])(laptop|notebook|mobile|max-?q)($|[\s_-])", re.IGNORECASE)  # in a device's name
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
@@ -128,6 +130,10 @@ def _group(text: str) -> PeerGroup:
     if meant := _counted_first(text):
         raise UserError(f"--peers: write {meant}; got {text!r}")
     if not group.is_own:
+        if LAPTOP.search(group.device) or LAPTOP.fullmatch(group.place.name):
+            less = "a laptop's card has less memory and speed than the desktop card of its name, and none is known"
+            instead = "name a weaker desktop card, or add a row to configs/devices/published.yaml"
+            raise UserError(f"--peers: {less}; {instead}; got {text!r}")
         card(group.device)
     return group
 
@@ -188,7 +194,11 @@ def topology_of(groups: Sequence[PeerGroup], memory_gb: Sequence[float], tflops:
 
 
 def notes_on_places(groups: Sequence[PeerGroup]) -> list[str]:
-    """Return a note for people on each place whose several peers share a link that is slower than a data centre's."""
+    """Return notes for people on places.
+
+    They name places whose several peers share a link that is slower than a data centre's, and homes whose link is
+    faster up than down, since its rates may have been swapped.
+    """
     counts: Counter[SharedPlace] = Counter()
     devices: dict[SharedPlace, PeerGroup] = {}
     for group in groups:
@@ -200,4 +210,8 @@ def notes_on_places(groups: Sequence[PeerGroup]) -> list[str]:
             link = "" if place.assumed else f":{place.rates}"
             separate = f"{devices[place].count}x{devices[place].device} {HOMES}{link}"
             notes.append(f"{count} machines share the place {place.name} and its link; in separate homes: {separate}")
+        if place.name.lower().startswith("home") and place.up > place.down:
+            up, down = place.rates.split("/")
+            most = f"most homes are slower up: {place.name}:{down}/{up} is UP/DOWN"
+            notes.append(f"{place.name}:{place.rates} is {up} Mb/s up and {down} Mb/s down; {most}")
     return notes

@@ -54,6 +54,16 @@ def test_machines_that_share_a_home_are_pointed_out() -> None:
     assert notes_on_places(groups_of("4090 home, 4x4090 homes")) == []
 
 
+def test_a_processor_may_stand_in_a_place_called_laptop() -> None:
+    (group,) = groups_of("cpu laptop")
+    assert (group.device, group.place.name) == ("cpu", "laptop")
+
+
+def test_a_home_that_is_faster_up_than_down_is_pointed_out() -> None:
+    said = "home:500/50 is 500 Mb/s up and 50 Mb/s down; most homes are slower up: home:50/500 is UP/DOWN"
+    assert notes_on_places(groups_of("4090 home:500/50, A100 lab:500/50")) == [said]
+
+
 def test_a_home_has_a_home_s_link_and_any_other_place_that_of_a_data_centre() -> None:
     home, centre = groups_of("4090 home-of-ann, 4090 oregon")
     assert (home.place.up / MBIT, home.place.down / MBIT) == (20, 100)
@@ -92,6 +102,11 @@ def test_peers_of_one_place_share_its_link_and_a_peer_alone_has_it() -> None:
         ("4090x4", "--peers: write 4x4090; got"),
         ("4, 4090 home", "--peers: write 4x4090, with the device that you mean; got '4'"),
         ("3080, 4090 home:1,5/500", "got '3080, 4090 home:1,5/500'; write 3080, 4090 home:1.5/500"),
+        ("1xRTX 3060 laptop", "a laptop's card has less memory and speed .*; name a weaker desktop card, or add a row"),
+        ("3060 laptop:50/500", "a laptop's card has less memory"),
+        ("3060-laptop home", "a laptop's card has less memory"),
+        ("RTX 3080 Ti Laptop GPU home", "a laptop's card has less memory"),
+        ("2080 Max-Q", "a laptop's card has less memory"),
         ("4x4091 home", r"unknown device .4091.*did you mean RTX 4090"),
     ],
 )
