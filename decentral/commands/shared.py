@@ -49,8 +49,11 @@ class Parser(argparse.ArgumentParser):
         return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
-        """Return the value of an argument; an empty one, such as that of an unset variable, is refused."""
-        if arg_string == "" != action.const and action.dest not in MAY_BE_EMPTY:
+        """Return the value of an argument; an empty one, such as that of an unset variable, is refused.
+
+        It is accepted if it is the default, which argparse passes to this method, too.
+        """
+        if not arg_string and "" not in (action.const, action.default) and action.dest not in MAY_BE_EMPTY:
             out = "give one, or leave it out" if not action.required else "give one"
             raise argparse.ArgumentError(action, f"expected a value; got ''; {out}")
         return super()._get_value(action, arg_string)

@@ -404,10 +404,10 @@ def test_the_process_exits_2_with_one_line(folder: Path) -> None:
     assert line == "error: config: unknown key modle; did you mean model?"
 
 
-def test_ctrl_c_while_the_libraries_load_ends_it_quietly(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_libraries_load_ends_it_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-m", "decentral.peer"], capture_output=True, env=environment, cwd=ROOT, check=False
     )
-    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
+    assert (found.returncode, found.stdout, found.stderr) == (130, b"", b"interrupted\n")

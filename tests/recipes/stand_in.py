@@ -271,7 +271,7 @@ def _noted(arguments: Sequence[str]) -> int:
     command, *flags = arguments
     given = dict(itertools.pairwise(flags))
     if command == "identity":
-        print(f"{given['--address']}/p2p/QmDry")
+        print(f"{given['--address']}/p2p/QmViNS8YCd6cZzwyBLzHbkQVrWBD2AQpKcr1cceozqQ5RN")
     for name in (f"{flags[0]}.yaml" if command == "new" else "", given.get("--out", "")):
         if name:
             Path(name).touch()
