@@ -136,14 +136,17 @@ class JobThreads:
         self._later: list[Task] = []  # tasks whose next EDGE phase must wait until another step was taken
         self._lock = Lock()
         self._unfinished = 0
-        self._behind: dict[object, deque[Task]] = {}  # by `_row_of`: tasks that wait for an unfinished task of the row
+        self._behind: dict[object, deque[Task]] = {}  # by `_shared_by`: tasks that wait for an unfinished one
         self._bug: Exception | None = None
         self._beside_s: Seconds = 0.0  # processor time of the worker thread since the last `take_beside_s`
         self.report: Callable[[jobs.Outcome], None] = lambda outcome: None
         self.finishing = False  # after Finish was submitted, no more jobs come and no more steps are taken
 
     def submit(self, job: jobs.Job) -> None:
-        """Queue a job after all unfinished jobs of its row (`_row_of`). Any thread may call this until Finish comes."""
+        """Queue a job behind the unfinished jobs with which it must not run at the same time (`_shared_by`).
+
+        Any thread may call this until Finish is submitted.
+        """
         if isinstance(job, jobs.Finish):
             self.finishing = True
         else:
@@ -151,7 +154,7 @@ class JobThreads:
             task = Task(job, program, next(program))
             with self._lock:
                 self._unfinished += 1
-                begins = self._is_first_of_its_row(task)
+                begins = self._may_begin(task)
             if begins:
                 self._queue(task)
         self._end_if_done()
@@ -259,28 +262,28 @@ class JobThreads:
         self.report(outcome)
         with self._lock:
             self._unfinished -= 1
-            behind = self._next_of_its_row(task)
+            behind = self._next_after(task)
         if behind is not None:
             self._queue(behind)
         self._end_if_done()
 
-    def _is_first_of_its_row(self, task: Task) -> bool:
-        """Return whether the task may begin now. If its row has an unfinished task, let it wait for that task."""
-        row = _row_of(task.job)
-        if row in self._behind:
-            self._behind[row].append(task)
+    def _may_begin(self, task: Task) -> bool:
+        """Return whether the task may begin now; if not, it waits for an unfinished task (see `_shared_by`)."""
+        shared = _shared_by(task.job)
+        if shared in self._behind:
+            self._behind[shared].append(task)
             return False
-        if row is not None:
-            self._behind[row] = deque()
+        if shared is not None:
+            self._behind[shared] = deque()
         return True
 
-    def _next_of_its_row(self, done: Task) -> Task | None:
-        row = _row_of(done.job)
-        if row is None:
+    def _next_after(self, done: Task) -> Task | None:
+        shared = _shared_by(done.job)
+        if shared is None:
             return None
-        if self._behind[row]:
-            return self._behind[row].popleft()
-        del self._behind[row]
+        if self._behind[shared]:
+            return self._behind[shared].popleft()
+        del self._behind[shared]
         return None
 
     def _queue(self, task: Task) -> None:
@@ -301,6 +304,6 @@ class JobThreads:
             self._beside.end()
 
 
-def _row_of(job: jobs.Job) -> object:
+def _shared_by(job: jobs.Job) -> object:
     """Return what the jobs that must not run at the same time have in common; None: this job waits for no other."""
     return jobs.Save if isinstance(job, jobs.Save) else getattr(job, "fragment", None)

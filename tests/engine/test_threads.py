@@ -45,6 +45,17 @@ class Two:
         self.threads.submit(job)
         return job
 
+    def submit_busy(self, job: jobs.Job) -> tuple[threading.Event, threading.Event]:
+        """A job with which the worker is busy: an event for its beginning, and one that lets it end."""
+        began, may_end = threading.Event(), threading.Event()
+
+        def work() -> None:
+            began.set()
+            may_end.wait(LIMIT_S)
+
+        self.within[self.submit(job, BESIDE), 0] = work
+        return began, may_end
+
     def _program(self, job: jobs.Job) -> Program:
         for number, phase in enumerate(self.plans[job]):
             yield phase
@@ -202,14 +213,7 @@ def test_corrections_that_the_worker_has_computed_come_before_a_held_phase(two: 
 
 
 def test_training_does_not_wait_for_a_busy_worker_but_takes_a_step_before_the_held_phase(two: Two) -> None:
-    began, may_end = threading.Event(), threading.Event()
-    busy = two.submit(job("a"), BESIDE)
-
-    def work() -> None:
-        began.set()
-        may_end.wait(LIMIT_S)
-
-    two.within[busy, 0] = work
+    began, may_end = two.submit_busy(job("a"))
     two.submit(job("b"), HELD)
     two.submit(job("c"), BESIDE)  # the worker does not begin it before the held phase
     two.worker.start()
@@ -221,14 +225,7 @@ def test_training_does_not_wait_for_a_busy_worker_but_takes_a_step_before_the_he
 
 
 def test_a_held_phase_that_waits_for_a_step_comes_before_later_ones(two: Two) -> None:
-    began, may_end = threading.Event(), threading.Event()
-    busy = two.submit(job("a"), BESIDE)
-
-    def work() -> None:
-        began.set()
-        may_end.wait(LIMIT_S)
-
-    two.within[busy, 0] = work
+    began, may_end = two.submit_busy(job("a"))
     two.submit(job("b"), HELD)
     two.worker.start()
     assert began.wait(LIMIT_S)
