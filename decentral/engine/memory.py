@@ -71,9 +71,7 @@ class LayerBytes:
     token: int  # activations kept for each token between the forward and the backward pass
 
 
-def needs(
-    run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apart: bool = False, divided: bool = False
-) -> MemoryNeeds:
+def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apart: bool = False) -> MemoryNeeds:
     """Return the bytes that each fragment of the run's model takes, with activations in fp32 (bf16 keeps less).
 
     Args:
@@ -81,11 +79,10 @@ def needs(
         cuts: Fragments of another model, whose bytes are estimated from the run's mean bytes per parameter; None: the
             run's own fragments.
         gossip_apart: True: do not count gossip state, because it is in host memory if the device is a GPU.
-        divided: True: an island divides each layer over its ranks, which store one more vector (`ShardedPullRule`).
     """
     cut, layers = tuple(cuts or fragments_of(run)), layer_bytes(run)
     algorithm, shared = ALGORITHMS[run.gossip.algorithm], 0 if gossip_apart else SCRATCH_BYTES
-    full_merges = OPTIMIZERS[run.train.optimizer].takes_all and not divided
+    full_merges = OPTIMIZERS[run.train.optimizer].takes_all
     gossip = [0 if gossip_apart else algorithm.state_bytes(one.parameters, full_merges) for one in cut]
     features = run.model.vocabulary * (run.model.d_model - run.model.d_written)  # the table of `TokenFeatures`
     sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
@@ -124,7 +121,7 @@ def needs_on(run: config.Config, device: Device, divided: bool = False) -> Memor
     """
     divided = divided or device.ranks.sharded
     if device.device.type == "cpu":
-        found = needs(run, divided=divided)
+        found = needs(run)
     else:
         found = replace(needs(run, gossip_apart=True), kept=0)
         if run.train.accumulate == 1:
