@@ -233,16 +233,10 @@ class Shards:
         """Return the division of the fragment's vectors in this slot."""
         return self.divisions[fragment][slot is Slot.MOVED_SECOND]
 
-    def gather(self, fragment: int, slot: Slot, into: Tensor | None = None) -> Tensor:
-        """Return a whole vector, gathered from all ranks.
-
-        Args:
-            fragment: The index of the fragment.
-            slot: The slot of the vector.
-            into: fp32 vector in host memory to fill and return; None: a new one.
-        """
+    def gather(self, fragment: int, slot: Slot) -> Tensor:
+        """Return a fragment's whole vector in this slot, gathered from all ranks: a new fp32 vector in host memory."""
         division = self.division(fragment, slot)
-        whole = torch.empty(division.elements) if into is None else into
+        whole = torch.empty(division.elements)
         for rank in range(1, self.ranks):
             self._ask(rank, _Request.SEND, fragment, slot)
         division.fill(whole, 0, self.host.get(fragment, slot, take=slot in MOVING_SLOTS))

@@ -29,7 +29,7 @@ from decentral.core.journal.events import DonorFailedLine
 from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
-from decentral.core.units import KiB, Seconds
+from decentral.core.units import KiB, MiB, Seconds
 from decentral.peers.joining import cross_check
 from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
@@ -38,6 +38,7 @@ DONORS = 4  # pieces come from at most this many peers at a time, and one more f
 MOST_IN_FLIGHT = 8  # at most this many requests for pieces are open at a donor: 2 MiB
 SOON_S = 2.0  # after a piece that arrived within this time, one more piece is requested from its donor at a time
 FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
+STATES_AHEAD_BYTES = 64 * MiB  # and to keep up to this many bytes of encoded states for it, or one larger state
 AHEAD_BYTES = 1  # such a request is for this many bytes, so that it takes nothing from a slow uplink
 FAILURES = 2
 PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a newcomer must get at least 9 kB/s
@@ -383,10 +384,19 @@ class Fetch:
     def _ask_ahead(self, donor: PeerId, position: int) -> list[Effect]:
         """Request a byte of further fragments, so that this donor encodes them in advance; ignore the answers."""
         untouched = [one for one in self._in_turn(donor, position) if one.total is None and not one.requested]
-        room = FRAGMENTS_AHEAD - sum(self._ahead.get(one.fragment.index) == donor for one in untouched)
-        first = [one for one in untouched if one.fragment.index not in self._ahead][: max(0, room)]
-        self._ahead |= {one.fragment.index: donor for one in first}
-        return [self._question(donor, one, 0, ahead=True) for one in first]
+        encoded = [one for one in untouched if self._ahead.get(one.fragment.index) == donor]
+        effects: list[Effect] = []
+        for one in untouched:
+            size = sum(layout_bytes(each.layout) for each in (*encoded, one))
+            # In a synchronous run the states of all fragments must be of one step.
+            too_much = size > STATES_AHEAD_BYTES and encoded and not self.synchronous
+            if too_much or len(encoded) >= FRAGMENTS_AHEAD:
+                break
+            if one.fragment.index not in self._ahead:
+                self._ahead[one.fragment.index] = donor
+                encoded.append(one)
+                effects.append(self._question(donor, one, 0, ahead=True))
+        return effects
 
     def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
         """Return this donor's fragments, rotated by `position`, so that donors start with different fragments."""
