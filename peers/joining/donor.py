@@ -41,7 +41,7 @@ MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than 
 FP32_BYTES = 4
 MOST_OWED = 4 * MiB  # if the uplink's rate is unknown, no newcomer is admitted while more bytes than this wait
 EXPORT_KEPT_S = 5.0  # after this time, an encoded state is too old for a newcomer that has not begun to fetch it
-KEPT_BYTES = 64 * MiB  # up to this many bytes of exports are kept though no newcomer is in the middle of one of them
+KEPT_BYTES = 32 * MiB  # up to this many bytes of exports are kept though no newcomer is in the middle of one of them
 FINISHED_S = 25.0  # a newcomer that began in time gets this much longer to fetch the rest of an encoded state
 
 ExportName = tuple[int, bool]

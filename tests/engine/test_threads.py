@@ -400,8 +400,13 @@ def test_a_worker_that_waits_keeps_no_vector_of_its_last_job(two: Two, monkeypat
         return get()
 
     monkeypatch.setattr(two.threads._beside, "get", noted)
-    first = two._program
-    two.threads._program_of = lambda job: programs.append(weakref.ref(made := first(job))) or made
+
+    def program_of(job: jobs.Job) -> Program:
+        program = two._program(job)
+        programs.append(weakref.ref(program))
+        return program
+
+    two.threads._program_of = program_of
     two.submit(job("a"), BESIDE)
     two.worker.start()
     two.end()

@@ -638,17 +638,35 @@ def test_a_donor_may_encode_the_next_fragments_while_the_first_one_is_on_its_way
     assert lengths(asked) == [PIECE_BYTES] + [AHEAD_BYTES] * FRAGMENTS_AHEAD
 
 
-@pytest.mark.parametrize(("kept", "early"), [(0, 1), (SIZE, 1), (2 * SIZE, 2), (3 * SIZE - 1, 2)])
-def test_a_donor_is_asked_for_early_states_of_few_bytes_or_for_one(
+@pytest.mark.parametrize(("kept", "early"), [(0, 0), (SIZE, 0), (2 * SIZE, 1), (4 * SIZE - 1, 2)])
+def test_a_donor_keeps_few_bytes_of_encoded_states_for_a_newcomer(
     monkeypatch: pytest.MonkeyPatch, kept: int, early: int
 ) -> None:
-    monkeypatch.setattr(fetch, "STATES_AHEAD_BYTES", kept)
+    monkeypatch.setattr(fetch, "ENCODED_BYTES", kept)
     assert lengths(ahead(count=20)[1]) == [PIECE_BYTES] + [AHEAD_BYTES] * early
+
+
+def test_a_newcomer_that_gets_pieces_soon_opens_no_more_fragments_than_the_donor_may_encode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asked for the first pieces of eight fragments at once, so its donor held the whole model encoded."""
+    monkeypatch.setattr(fetch, "ENCODED_BYTES", 2 * SIZE)
+    fetching, asked = ahead(count=20)
+    fragments = list[int]()
+    while not fetching.complete:
+        piece = next(ask for ask in asked if lengths([ask]) == [PIECE_BYTES])
+        asked.remove(piece)
+        more = questions(fetching.handle(piece_of(piece, 0.1), 100.0))
+        asked += more
+        fragments += [of_fragment(ask) for ask in more]
+        encoded = {of_fragment(ask) for ask in asked if not fetching.incoming[of_fragment(ask)].complete()}
+        assert len(encoded) <= 2
+    assert sorted({*fragments}) == list(range(20))
 
 
 def test_in_a_synchronous_run_early_states_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """All states must be of one step."""
-    monkeypatch.setattr(fetch, "STATES_AHEAD_BYTES", 0)
+    monkeypatch.setattr(fetch, "ENCODED_BYTES", 0)
     assert lengths(ahead(count=20, synchronous=True)[1]) == [PIECE_BYTES] + [AHEAD_BYTES] * FRAGMENTS_AHEAD
 
 
