@@ -89,10 +89,10 @@ def test_a_rounded_residual_replaces_the_older_one_until_it_is_dropped(slot: Slo
 
 
 def test_a_rank_is_counted_with_what_it_takes_of_a_large_model_s_memory() -> None:
-    """benchmarks/islands.py measured 17.6 and 12.0 bytes a parameter, the process itself left out."""
+    """Rank 0 of two took 12.3 bytes a parameter, and 17.8 while it merged with a partner (benchmarks/islands.py)."""
     run = config.load(None, ["model.depth=12", "model.width=768", "train.micro_batch=1"])
     whole = memory.needs(run)
     count = len(whole.fragments)
     parameters = sum(one.parameters for one in whole.fragments)
     claims = [memory.part_of(whole, run, ranks).span_bytes(0, count) / parameters for ranks in (2, 4)]
-    assert claims == [pytest.approx(17.6, rel=0.07), pytest.approx(12.0, rel=0.07)]
+    assert claims == [pytest.approx(16.8, rel=0.01), pytest.approx(12.1, rel=0.01)]
