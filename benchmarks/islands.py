@@ -120,7 +120,7 @@ def _line(row: Measured, first: Measured) -> str:
 
 def measure(overrides: list[str], ranks: int, split: Split) -> Measured:
     run = config.load(None, overrides)
-    needs = memory.needs(run, divided=ranks > 1)
+    needs = memory.needs(run)
     if ranks > 1:
         needs = memory.part_of(needs, run, ranks)
     with tempfile.TemporaryDirectory(prefix="islands-") as folder:

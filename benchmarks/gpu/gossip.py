@@ -140,12 +140,11 @@ def paces(ends: list[tuple[float, int]]) -> dict[str, float]:
 def copies(scale: Scale, compute: Compute) -> dict[str, float]:
     """Return what a snapshot of the middle fragment and a correction to it take the training thread and the worker."""
     gossiped = compute.gossip.fragments[len(compute.gossip.fragments) // 2]
-    into = compute.gossip.tools.vector(gossiped.live.fragment.parameters)
     scale.wait()
     began = time.perf_counter()
-    arrive = gossiped.live.copy_out(into)
+    arrive = gossiped.live.copy_out(gossiped.rule.buffer)
     taken = time.perf_counter()
-    arrive()
+    into = arrive()
     arrived = time.perf_counter()
     copy_in(into, scale.computing.device)
     back = time.perf_counter()

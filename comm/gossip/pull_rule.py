@@ -77,7 +77,8 @@ class PullRule(UpdateRule):
         slices = sliced("phi", SLOW_WEIGHTS_CODEC, self.elements, tools.codecs)
         self.on_request = tuple(slices)
         self.slices = {section.name: part for section, part in slices.items()}  # of phi, by name of the section
-        self._rounds = self.rounds_residual and self.elements >= LARGE_ELEMENTS
+        self.is_large = self.elements >= LARGE_ELEMENTS
+        self._rounds = self.rounds_residual and self.is_large
         self.may_round = False  # whether the newest window's residual may be rounded to int8
         self._baseline: Tensor | None = None  # None: the baseline is computed from phi and the residuals
         self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
@@ -104,7 +105,7 @@ class PullRule(UpdateRule):
         residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
         blob, length = kernels.close(theta, baseline, residual, code)
         self.history.experience.closed(length)
-        self.may_round = self.elements >= LARGE_ELEMENTS and code == PSEUDO_GRADIENT_CODEC
+        self.may_round = self.is_large and code == PSEUDO_GRADIENT_CODEC
         if self._baseline is None:
             self._earlier = self._residual
         else:

@@ -65,7 +65,7 @@ class CopyMemory(Protocol):
         """Return copies of the tensors by name."""
 
 
-Arrive = Callable[[], None]
+Arrive = Callable[[], Tensor]
 """A function that waits until a copy is in host memory; call it on the worker thread."""
 
 
@@ -229,33 +229,35 @@ class Live:
             tensors[name].copy_(value)
         self.changed_tensors.update(values)
 
-    def copy_out(self, into: Tensor) -> Arrive:
+    def copy_out(self, buffer: Callable[[], Tensor]) -> Arrive:
         """Begin to copy theta's present values to host memory. Call it on the training thread, between two steps.
 
         Args:
-            into: fp32 vector [n] in host memory, pinned if theta is on a GPU.
+            buffer: Returns a new fp32 vector [n] in host memory, pinned if theta is on a GPU. A device that copies
+                later calls it only then, since copies of many fragments may wait.
 
         Returns:
-            The function that waits until `into` holds the copy.
+            The function that waits for the copy and returns it; call it once, on the worker thread.
         """
         if self.theta.device.type == "cpu":
-            self.copy_theta(into)
-            return lambda: None
-        staged = torch.empty(into.shape, dtype=into.dtype, device=self.theta.device)
+            copy = buffer()
+            self.copy_theta(copy)
+            return lambda: copy
+        staged = torch.empty(self.fragment.parameters, dtype=torch.float32, device=self.theta.device)
         self.copy_theta(staged)
         if not accelerator.has_streams(staged.device):
-            into.copy_(staged)
-            return lambda: None
+            return lambda: buffer().copy_(staged)
         streams = accelerator.streams(staged.device)
         taken = streams.Event()
         taken.record(streams.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
 
-        def arrive() -> None:
-            side = accelerator.side_stream(staged.device)
+        def arrive() -> Tensor:
+            into, side = buffer(), accelerator.side_stream(staged.device)
             with streams.stream(side):
                 side.wait_event(taken)
                 into.copy_(staged, non_blocking=True)
             side.synchronize()  # only now is `into` complete, and `staged` no longer needed
+            return into
 
         return arrive
 

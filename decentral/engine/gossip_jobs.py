@@ -24,9 +24,6 @@ from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
 from decentral.engine.threads import Phase, Program, finish
 
-Steps = Generator[Phase, None, None]
-"""A part of a job's program (`threads.Program`): it yields phases, and returns nothing."""
-
 WindowCounts = tuple[int, bool]
 """A fragment's tokens since its last window ended, and whether it is `resting`."""
 
@@ -50,11 +47,9 @@ class GossipedFragment:
 
     def copied(self) -> Generator[Phase, None, Tensor]:
         """Copy theta between two steps, continue on the worker thread, and return the copy: fp32 [n] in host memory."""
-        theta = self.rule.buffer()
-        arrive = self.live.copy_out(theta)
+        arrive = self.live.copy_out(self.rule.buffer)
         yield Phase.BESIDE
-        arrive()
-        return theta
+        return arrive()
 
     def end_window(self) -> Window:
         """Return the tokens and steps of the current window, and begin a window of 0 tokens.
@@ -78,12 +73,16 @@ class GossipedFragment:
             return False
         return True
 
-    def correct(self, correction: Correction | None) -> Steps:
-        """Apply a correction to theta between two steps; if it is None, do nothing. Call this on the worker thread."""
+    def correct(self, correction: Correction | None) -> Generator[Phase, None, bool]:
+        """Apply a correction to theta between two steps; if it is None, do nothing. Call this on the worker thread.
+
+        Returns:
+            Whether there was a correction; the program then continues on the training thread.
+        """
         if correction is not None:
-            vector = self.live.copy_in(correction.vector)
+            replaced, vector = correction.replaces, self.live.copy_in(correction.vector)
+            del correction  # `vector` may take less memory, and many corrections may wait for the same step
             yield Phase.EDGE
-            replaced = correction.replaces
             if replaced is None:
                 self.live.add(vector)
             elif replaced.steps == self.live.steps:
@@ -91,6 +90,8 @@ class GossipedFragment:
             else:
                 self.live.add(vector - replaced.theta.to(vector.device))
             self.live.mark_changed("theta")
+            return True
+        return False
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each name that `with_rule` yields, with a tensor of the same shape on the meta device."""
@@ -120,10 +121,7 @@ class GossipedFragment:
         """
         yield Phase.EDGE
         self.end_window()
-        theta = yield from self.copied()
-        correction = self.rule.fold(theta)
-        yield from self.correct(correction)
-        return correction is not None
+        return (yield from self.correct(self.rule.fold((yield from self.copied()))))
 
     def accepted(
         self, contributions: Sequence[jobs.Contribution]
@@ -276,13 +274,15 @@ class FragmentGossip:
         gossiped = self._by_index[job.fragment]
         parts, rejected = gossiped.accepted(job.contributions)
         steps = gossiped.live.steps + self.steps_to_edge()
-        yield from gossiped.correct(gossiped.rule.merge(parts, steps))
+        correcting = gossiped.correct(gossiped.rule.merge(parts, steps))
         left_out = gossiped.rule.left_out
         rejected += [(peer, Reason.OPPOSED) for peer in left_out]
+        used = tuple(part.peer for part in parts if part.peer not in left_out)
+        del parts  # decoded windows take memory, and many merges may wait for the same step
+        yield from correcting
         if job.fragment in self.merging:
             yield Phase.EDGE
             self.merging.discard(job.fragment)
-        used = tuple(part.peer for part in parts if part.peer not in left_out)
         return jobs.Merged(job.fragment, job.seq, used, tuple(rejected), work=gossiped.rule.work)
 
     def _export(self, fragment: int) -> Program:

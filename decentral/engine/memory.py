@@ -46,6 +46,7 @@ WEIGHT_BYTES = 4  # an fp32 weight takes this many bytes; layers are built in fp
 ROTARY_BYTES = 8  # a block has two fp32 tables of rotary positions: this many bytes per position and channel of a head
 MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more: the mean, layers, a temporary result
 SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
+SNAPSHOT_BYTES = 2  # of gossip state, a published snapshot with slow weights takes this many bytes per parameter
 SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
 # On a CPU, the heap keeps freed tensors that suit no later one: with `train.recompute`, `train.accumulate` and
 # `model.lora` these shares of the activations in front of the head (measured with 0.5 to 85 M parameters: 0.06 to 0.61,
@@ -71,9 +72,7 @@ class LayerBytes:
     token: int  # activations kept for each token between the forward and the backward pass
 
 
-def needs(
-    run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apart: bool = False, divided: bool = False
-) -> MemoryNeeds:
+def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apart: bool = False) -> MemoryNeeds:
     """Return the bytes that each fragment of the run's model takes, with activations in fp32 (bf16 keeps less).
 
     Args:
@@ -81,11 +80,10 @@ def needs(
         cuts: Fragments of another model, whose bytes are estimated from the run's mean bytes per parameter; None: the
             run's own fragments.
         gossip_apart: True: do not count gossip state, because it is in host memory if the device is a GPU.
-        divided: True: an island divides each layer over its ranks, which store one more vector (`ShardedPullRule`).
     """
     cut, layers = tuple(cuts or fragments_of(run)), layer_bytes(run)
     algorithm, shared = ALGORITHMS[run.gossip.algorithm], 0 if gossip_apart else SCRATCH_BYTES
-    full_merges = OPTIMIZERS[run.train.optimizer].takes_all and not divided
+    full_merges = OPTIMIZERS[run.train.optimizer].takes_all
     gossip = [0 if gossip_apart else algorithm.state_bytes(one.parameters, full_merges) for one in cut]
     features = run.model.vocabulary * (run.model.d_model - run.model.d_written)  # the table of `TokenFeatures`
     sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
@@ -124,14 +122,14 @@ def needs_on(run: config.Config, device: Device, divided: bool = False) -> Memor
     """
     divided = divided or device.ranks.sharded
     if device.device.type == "cpu":
-        found = needs(run, divided=divided)
+        found = needs(run)
     else:
         found = replace(needs(run, gossip_apart=True), kept=0)
         if run.train.accumulate == 1:
             found = replace(found, late_gradients=tuple(_number_bytes(run) * one.parameters for one in found.fragments))
         if device.dtype == torch.bfloat16:
             found = replace(found, activations=tuple(size // 2 for size in found.activations))
-    return part_of(found, run, device.ranks.size) if divided else found
+    return part_of(found, run, device.ranks.size, gossip_apart=device.device.type != "cpu") if divided else found
 
 
 def with_micro_batch(run: config.Config, sequences: int) -> config.Config:
@@ -155,17 +153,19 @@ def most_sequences(run: config.Config, device: Device, begin: int, end: int, mem
     return next((size for size, found in needed if found.span_bytes(begin, end) <= memory_bytes), 1)
 
 
-def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
-    """Return the bytes that each fragment takes on one rank of an island whose ranks divide the model equally.
+def part_of(whole: MemoryNeeds, run: config.Config, ranks: int, gossip_apart: bool = False) -> MemoryNeeds:
+    """Return the bytes that each fragment takes on rank 0 of an island whose ranks divide the model equally.
 
-    Each rank holds an equal part of the state. For one fragment at a time, ranks also hold complete vectors: rank 0
+    Each rank holds an equal part of the state; rank 0 also has the published snapshots, which `whole` does not count
+    if `gossip_apart` is True. For one fragment at a time, ranks also hold complete vectors: rank 0
     those of gossip, and every rank the weights and gradients of the layer that computes, of the next layer, and of the
     layer whose gradients are being added up.
     """
     layers = [3 * 2 * _number_bytes(run) * one.parameters for one in whole.fragments]
+    snapshots = [0 if gossip_apart else SNAPSHOT_BYTES * one.parameters for one in whole.fragments]
     return replace(
         whole,
-        state=tuple(-(-size // ranks) for size in whole.state),
+        state=tuple(more - (more - size) // ranks for size, more in zip(whole.state, snapshots, strict=True)),
         scratch=tuple(size + more for size, more in zip(whole.scratch, layers, strict=True)),
         late_gradients=(),
         kept=0,

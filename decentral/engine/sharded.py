@@ -14,7 +14,7 @@ AdamW works on parts as on whole vectors. Muon orthogonalises whole matrices: `S
 rank for that.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -149,23 +149,19 @@ class ShardedLive(Live):
             self.ranks.shards.scatter(self.fragment.index, _moved(name), value.cpu().float())
             self._everywhere(Order.PUT, names.index(name))
 
-    def copy_out(self, into: Tensor) -> Arrive:
-        """Copy theta to host memory on each rank; return a function that gathers the parts into `into`."""
+    def copy_out(self, buffer: Callable[[], Tensor]) -> Arrive:
+        """Copy theta to host memory on each rank; return a function that gathers the parts into a new vector."""
         self.snapshot()
-
-        def arrive() -> None:
-            self.ranks.shards.gather(self.fragment.index, Slot.SNAPSHOT, into=into)
-
-        return arrive
+        return lambda: self.ranks.shards.gather(self.fragment.index, Slot.SNAPSHOT)
 
     def snapshot(self) -> None:
         """Copy theta to `Slot.SNAPSHOT` on each rank, between two steps."""
         self._everywhere(Order.LIFT, -1)
 
     def copy_in(self, vector: Tensor) -> Tensor:
-        """Give each rank its part of a correction [n], which `add` will add, and return the whole correction."""
+        """Give each rank its part of a correction [n], which `add` will add, and return an empty vector."""
         self.ranks.shards.scatter(self.fragment.index, Slot.CORRECTION, vector)
-        return vector
+        return vector.new_empty(0)
 
     def add(self, correction: Tensor) -> None:
         """Add to theta, on each rank, the part of a correction that `copy_in` has given it."""

@@ -4,8 +4,8 @@ When a window closes or a merge begins, rank 0 gathers the vectors of one fragme
 compute, and scatters those that have changed. At other times no rank has a whole vector. So gossip costs memory for one
 fragment, and traffic between the ranks of at most 32 bytes a parameter in each window. A close gathers the snapshot
 and the baseline, and scatters the residual. A merge gathers and scatters phi and the baseline, and scatters the
-correction; then each rank adds its residual to its baseline. Rank 0's own parts stay where they are. Ranks keep large
-fragments' residuals and baselines as `PullRule` does: in int8, and as the sum of phi and the residual.
+correction. Rank 0's own parts stay where they are. As in `PullRule`, the residual of a large fragment is kept in int8
+or bf16, and its baseline is not stored if merges are applied in full: each rank computes its part when rank 0 asks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,9 @@ from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip.pull_rule import PullRule
 from decentral.comm.gossip.trust import WindowSample
 from decentral.comm.gossip.update_rules import Correction, PartnerWindow, PulledWindow, RuleTools, UpdateRule, Window
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import GossipConfig
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.engine.fragment import Live
@@ -44,7 +46,7 @@ class ShardedPullRule(PullRule):
     def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
         """Begin with phi = theta on all ranks."""
         self.live, self.shards, self.index = live, live.ranks.shards, live.fragment.index
-        self._baseline_is_sum = False  # after a merge: whether the baseline is phi plus the residual
+        self._stored = False  # whether the ranks store the baseline
         absent = torch.empty(live.fragment.parameters, device="meta")
         super().__init__(gossip, absent, peer, replace(tools, pinned=False))
         self.tools, self._absent = tools, absent
@@ -60,7 +62,11 @@ class ShardedPullRule(PullRule):
     def _at_hand(self, slots: Sequence[Slot], changed: Sequence[Slot] = ()) -> Iterator[None]:
         """Gather the vectors of these slots; afterwards scatter those that have changed, and drop all."""
         self._gather(slots)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            raise
         self._scatter(changed)
 
     def _scatter(self, changed: Sequence[Slot]) -> None:
@@ -69,7 +75,9 @@ class ShardedPullRule(PullRule):
         for slot in changed:
             whole = vectors[slot]
             assert whole is not None, "a vector that has changed is at hand"
-            into = Slot.ROUNDED if slot is Slot.RESIDUAL and self.may_round else slot
+            into = slot
+            if slot is Slot.RESIDUAL and self.is_large:
+                into = Slot.INT8_RESIDUAL if self.may_round else Slot.BF16_RESIDUAL
             self.shards.scatter(self.index, into, whole)
         self._leave()
 
@@ -78,16 +86,37 @@ class ShardedPullRule(PullRule):
         if Slot.PHI in slots and self.phi.is_meta:
             self.phi = self.shards.gather(self.index, Slot.PHI)
         if Slot.BASELINE in slots and self.baseline.is_meta:
-            self.baseline = self.shards.gather(self.index, Slot.BASELINE)
+            self.baseline = self._gathered_baseline()
         if Slot.RESIDUAL in slots and self.residual is None:
             self.residual = self.shards.gather(self.index, Slot.RESIDUAL)
 
+    def _gathered_baseline(self) -> Tensor:
+        """Return the baseline (`PullRule.baseline`), gathered from the ranks."""
+        if self._stored:
+            return self.shards.gather(self.index, Slot.BASELINE)
+        if self.closed is None:
+            return self.shards.gather(self.index, Slot.PHI_AND_RESIDUAL)
+        return self.shards.gather(self.index, Slot.PHI_AND_CHANGE).sub_(self._read(self.closed[1]))
+
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
-        """Pack the window's pseudo-gradient. Then each rank's snapshot of theta is the baseline of the next window."""
+        """Pack the window's pseudo-gradient. If the ranks store the baseline, it is then their snapshot of theta.
+
+        Raises:
+            ProtocolError: If a number is not finite.
+        """
         self._end_unmerged()
         with self._at_hand((Slot.BASELINE,), changed=(Slot.RESIDUAL,)):
-            super().close(theta, window, packer)
-        self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
+            try:
+                super().close(theta, window, packer)
+            except ProtocolError:
+                self.shards.drop(self.index, Slot.SNAPSHOT)
+                raise
+            self._stored = self._stored or not self.is_large
+            if self._stored:
+                self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
+            else:
+                self.shards.rename(self.index, Slot.RESIDUAL, Slot.EARLIER)
+                self.shards.drop(self.index, Slot.SNAPSHOT)
 
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these slices of the slow weights phi."""
@@ -113,31 +142,41 @@ class ShardedPullRule(PullRule):
             self.sample = WindowSample.drawn(self.elements, own)
         self._gather((Slot.PHI, Slot.BASELINE, *((Slot.RESIDUAL,) if self.unsent_kept else ())))
         correction = super().merge(partners, steps)
-        if self._baseline_is_sum:
-            self._scatter((Slot.PHI,))
-            self.shards.drop(self.index, Slot.BASELINE)
-        else:
+        if self._stored:
             self._scatter((Slot.PHI, Slot.BASELINE))
             self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
+        else:
+            self._scatter((Slot.PHI, Slot.RESIDUAL) if self.unsent_kept else (Slot.PHI,))
+            self.shards.drop(self.index, Slot.BASELINE)
+        self.shards.drop(self.index, Slot.EARLIER)
         return correction
 
     def _end_window(self, rho: float = 0.0) -> None:
-        """Forget the closed window. `merge` and `_end_unmerged` let the baseline include the residual afterwards."""
-        self.closed, self._baseline_is_sum = None, self.may_round and rho == 1.0
+        """Forget the closed window. `rho`: share of the correction applied."""
+        self.closed, self._stored = None, not (self.is_large and rho == 1.0)
+        if self.unsent_kept and not self._stored:
+            self.residual = self._error() * (1.0 - self.unsent_kept)
 
     def _end_unmerged(self) -> None:
         """Apply the closed window to phi if no merge has done so."""
-        if self.closed is not None:
-            with self._at_hand((Slot.PHI,), changed=(Slot.PHI,)):
-                super()._end_unmerged()
+        if self.closed is None:
+            return
+        with self._at_hand((Slot.PHI,), changed=(Slot.PHI,)):
+            self.phi.sub_(self._read(self.closed[1]))
+        self.closed = None
+        if self._stored:
             self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
+        else:
+            self.shards.rename(self.index, Slot.EARLIER, Slot.RESIDUAL)
 
     def fold(self, theta: Tensor) -> Correction | None:
         """Add all unpublished training to phi, unquantised and without partners. Then `theta` is the new baseline."""
         self._end_unmerged()
-        with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
-            self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
-            self.shards.drop(self.index, Slot.RESIDUAL)
+        changed = (Slot.PHI,) if self.is_large else (Slot.PHI, Slot.BASELINE)
+        with self._at_hand((Slot.PHI, Slot.BASELINE), changed=changed):
+            self._stored = not self.is_large
+            for slot in (Slot.SNAPSHOT, Slot.BASELINE, Slot.RESIDUAL):
+                self.shards.drop(self.index, slot)
             return super().fold(theta)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
@@ -153,18 +192,24 @@ class ShardedPullRule(PullRule):
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta."""
-        self.closed = None
+        self.closed, self._stored = None, False
         self.history.outliers.forget()
+        for slot in (Slot.BASELINE, Slot.RESIDUAL, Slot.EARLIER):
+            self.shards.drop(self.index, slot)
         self.live.snapshot()
-        if "phi" in state:
-            self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
-            self.shards.scatter(self.index, Slot.PHI, state["phi"])
-            self.shards.scatter(self.index, Slot.RESIDUAL, state["owed"])
-            self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
-        else:
+        if "phi" not in state:
             self.shards.rename(self.index, Slot.SNAPSHOT, Slot.PHI)
-            self.shards.drop(self.index, Slot.RESIDUAL)
-            self.shards.drop(self.index, Slot.BASELINE)
+            return
+        baseline = self.shards.gather(self.index, Slot.SNAPSHOT).add_(state["owed"])
+        self.shards.drop(self.index, Slot.SNAPSHOT)
+        self.shards.scatter(self.index, Slot.PHI, state["phi"])
+        if self.is_large and OPTIMIZERS[self.tools.optimizer].takes_all:
+            self.may_round = False  # bf16 loses less of it
+            self.residual = baseline.sub_(state["phi"])
+            self._scatter((Slot.RESIDUAL,))
+        else:
+            self._stored, self.baseline = True, baseline
+            self._scatter((Slot.BASELINE,))
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""

@@ -47,13 +47,24 @@ class Slot(IntEnum):
     PHI = 2
     BASELINE = 3
     RESIDUAL = 4
-    MOVED = 5  # a tensor on its way between a checkpoint and the device
-    MOVED_SECOND = 6  # as MOVED, but for a tensor of AdamW's second moments, which Muon's matrices lack
-    ROUNDED = 7  # a part put here becomes the part in RESIDUAL, kept in int8
+    EARLIER = 5  # the residual before the close of a window that waits for its merge
+    MOVED = 6  # a tensor on its way between a checkpoint and the device
+    MOVED_SECOND = 7  # as MOVED, but for a tensor of AdamW's second moments, which Muon's matrices lack
+    # A part put into one of these slots becomes the part in RESIDUAL, kept in fewer bytes.
+    INT8_RESIDUAL = 8
+    BF16_RESIDUAL = 9
+    # Sums of the vectors in other slots, of which a missing one counts as zero.
+    PHI_AND_RESIDUAL = 10  # phi + residual
+    PHI_AND_CHANGE = 11  # phi + earlier residual - residual
 
 
 # In these slots a new part replaces the old one; in other slots it waits.
-GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL, Slot.ROUNDED
+RESIDUAL_SLOTS = Slot.RESIDUAL, Slot.INT8_RESIDUAL, Slot.BF16_RESIDUAL
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.EARLIER, *RESIDUAL_SLOTS
+SUMS = {
+    Slot.PHI_AND_RESIDUAL: ((Slot.RESIDUAL, 1),),
+    Slot.PHI_AND_CHANGE: ((Slot.EARLIER, 1), (Slot.RESIDUAL, -1)),
+}
 MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # gathering removes these parts from host memory
 
 
@@ -118,21 +129,28 @@ class Division:
             place.copy_(piece.view(place.shape))
 
 
-class HostParts:
-    """This rank's fp32 parts of vectors in host memory, by fragment and slot. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A part of a vector in int8, with its number of elements."""
 
-    A baseline that is not there is the sum of phi and of the residual, if there is one. So it takes no memory between a
-    merge and the next close.
-    """
+    blob: bytes
+    elements: int
+
+    def float(self) -> Tensor:
+        """Return the part as fp32."""
+        return blockwise.decode(SLOW_WEIGHTS_CODEC, self.blob, self.elements)
+
+
+class HostParts:
+    """This rank's parts of vectors in host memory, by fragment and slot. Thread-safe."""
 
     def __init__(self) -> None:
         """Begin without parts."""
-        self._parts: dict[tuple[int, Slot], Tensor] = {}
-        self._rounded: dict[int, tuple[bytes, int]] = {}  # by fragment: a residual in int8, and its number of elements
+        self._parts: dict[tuple[int, Slot], Tensor | Encoded] = {}
         self._changed = Condition()
 
     def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
-        """Set a part, which the caller must not change afterwards.
+        """Set an fp32 part, which the caller must not change afterwards.
 
         In GOSSIP_SLOTS it replaces an older part. In other slots, wait until a thread has taken the older part.
 
@@ -144,48 +162,57 @@ class HostParts:
                 lambda: (fragment, slot) not in self._parts, PART_S
             ):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} was not taken within {PART_S:.0f} s")
-            if slot is Slot.ROUNDED:
-                self._parts.pop((fragment, Slot.RESIDUAL), None)
-                self._rounded[fragment] = blockwise.encode(SLOW_WEIGHTS_CODEC, part), part.numel()
-                return
-            if slot is Slot.RESIDUAL:
-                self._rounded.pop(fragment, None)
-            self._parts[fragment, slot] = part
+            stored: Tensor | Encoded = part
+            if slot is Slot.INT8_RESIDUAL:
+                stored = Encoded(blockwise.encode(SLOW_WEIGHTS_CODEC, part), part.numel())
+            elif slot is Slot.BF16_RESIDUAL:
+                stored = part.bfloat16()
+            self._parts[fragment, Slot.RESIDUAL if slot in RESIDUAL_SLOTS else slot] = stored
             self._changed.notify_all()
 
     def get(self, fragment: int, slot: Slot, take: bool) -> Tensor:
-        """Wait for a part, and return it; with `take`, remove it, so that a new part can be put there.
+        """Wait for a part, and return it as fp32; with `take`, remove it, so that a new part can be put there.
+
+        A slot in SUMS gives a new vector, the sum of this rank's parts.
 
         Raises:
             RuntimeError: If no thread puts the part within PART_S seconds.
         """
         key = fragment, slot
         with self._changed:
-            if slot is Slot.BASELINE and key not in self._parts:
-                return self._sum(fragment)
-            if slot is Slot.RESIDUAL and fragment in self._rounded:
-                blob, elements = self._rounded.pop(fragment) if take else self._rounded[fragment]
-                return blockwise.decode(SLOW_WEIGHTS_CODEC, blob, elements)
+            if slot in SUMS:
+                total = self._parts[fragment, Slot.PHI].float().clone()
+                for one, sign in SUMS[slot]:
+                    if (fragment, one) in self._parts:
+                        total.add_(self._parts[fragment, one].float(), alpha=sign)
+                return total
             if not self._changed.wait_for(lambda: key in self._parts, PART_S):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} did not come within {PART_S:.0f} s")
-            if not take:
-                return self._parts[key]
-            self._changed.notify_all()
-            return self._parts.pop(key)
+            part = self._parts[key]
+            if take:
+                del self._parts[key]
+                self._changed.notify_all()
+            return part.float()
+
+    def rename(self, fragment: int, slot: Slot, to: Slot) -> None:
+        """Move the part in `slot`, as it is stored, to the slot `to`. One of GOSSIP_SLOTS may be empty, then `to` is.
+
+        Raises:
+            RuntimeError: If no thread puts a part into another slot within PART_S seconds.
+        """
+        with self._changed:
+            if slot not in GOSSIP_SLOTS:
+                self.put(fragment, to, self.get(fragment, slot, take=True))
+            elif (part := self._parts.pop((fragment, slot), None)) is not None:
+                self._parts[fragment, to] = part
+            else:
+                self._parts.pop((fragment, to), None)
 
     def drop(self, fragment: int, slot: Slot) -> None:
-        """Remove a part, if it is there. Without its part in BASELINE, the baseline is phi plus the residual."""
+        """Remove a part, if it is there."""
         with self._changed:
             self._parts.pop((fragment, slot), None)
-            if slot is Slot.RESIDUAL:
-                self._rounded.pop(fragment, None)
-
-    def _sum(self, fragment: int) -> Tensor:
-        """Return this rank's part of phi plus the residual, a new vector."""
-        phi = self._parts[fragment, Slot.PHI]
-        if fragment in self._rounded or (fragment, Slot.RESIDUAL) in self._parts:
-            return phi + self.get(fragment, Slot.RESIDUAL, take=False)
-        return phi.clone()
+            self._changed.notify_all()
 
 
 class Shards:
@@ -206,16 +233,10 @@ class Shards:
         """Return the division of the fragment's vectors in this slot."""
         return self.divisions[fragment][slot is Slot.MOVED_SECOND]
 
-    def gather(self, fragment: int, slot: Slot, into: Tensor | None = None) -> Tensor:
-        """Return a whole vector, gathered from all ranks.
-
-        Args:
-            fragment: The index of the fragment.
-            slot: The slot of the vector.
-            into: fp32 vector in host memory to fill and return; None: a new one.
-        """
+    def gather(self, fragment: int, slot: Slot) -> Tensor:
+        """Return a fragment's whole vector in this slot, gathered from all ranks: a new fp32 vector in host memory."""
         division = self.division(fragment, slot)
-        whole = torch.empty(division.elements) if into is None else into
+        whole = torch.empty(division.elements)
         for rank in range(1, self.ranks):
             self._ask(rank, _Request.SEND, fragment, slot)
         division.fill(whole, 0, self.host.get(fragment, slot, take=slot in MOVING_SLOTS))
@@ -234,7 +255,7 @@ class Shards:
         self.host.put(fragment, slot, division.taken(whole, 0))
 
     def rename(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Move the parts in `slot` to the slot `to`, where they replace older ones. Nothing travels between ranks."""
+        """Move the parts in `slot` to the slot `to` (`HostParts.rename`). Nothing travels between ranks."""
         self._everywhere(_Request.RENAME, fragment, slot, to)
 
     def add(self, fragment: int, slot: Slot, to: Slot) -> None:
@@ -242,7 +263,7 @@ class Shards:
         self._everywhere(_Request.ADD, fragment, slot, to)
 
     def drop(self, fragment: int, slot: Slot) -> None:
-        """Remove the parts in `slot` (`HostParts.drop`). Nothing travels between ranks."""
+        """Remove the parts in `slot`, if they are there. Nothing travels between ranks."""
         self._everywhere(_Request.DROP, fragment, slot, slot)
 
     def start(self) -> None:
@@ -283,11 +304,11 @@ class Shards:
         """Carry out a request that moves nothing between ranks."""
         if kind is _Request.DROP:
             self.host.drop(fragment, slot)
-            return
-        part = self.host.get(fragment, slot, take=True)
-        if kind is _Request.ADD:
-            part = self.host.get(fragment, to, take=True).add_(part)
-        self.host.put(fragment, to, part)
+        elif kind is _Request.RENAME:
+            self.host.rename(fragment, slot, to)
+        else:
+            part = self.host.get(fragment, slot, take=True)
+            self.host.put(fragment, to, self.host.get(fragment, to, take=True).add_(part))
 
     def _everywhere(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
         for rank in range(1, self.ranks):

@@ -226,13 +226,20 @@ class JobThreads:
         An unexpected error ends the worker, and `at_edge` then raises it on the training thread.
         """
         try:
-            while (task := self._beside.get()) is not None:
-                self._go_on(task, time.thread_time)
-                self._queue(task)
+            while self._work_once():  # a call for each phase, so that a waiting worker keeps no task's vectors
+                pass
         except Exception as bug:
             self._bug = bug
             self._beside.end()
             self._edge.put(None)
+
+    def _work_once(self) -> bool:
+        """Run the next phase of the worker, and return whether there was one."""
+        task = self._beside.get()
+        if task is not None:
+            self._go_on(task, time.thread_time)
+            self._queue(task)
+        return task is not None
 
     def take_beside_s(self) -> Seconds:
         """Return the worker's processor time since the last call, in seconds."""

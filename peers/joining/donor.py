@@ -41,6 +41,7 @@ MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than 
 FP32_BYTES = 4
 MOST_OWED = 4 * MiB  # if the uplink's rate is unknown, no newcomer is admitted while more bytes than this wait
 EXPORT_KEPT_S = 5.0  # after this time, an encoded state is too old for a newcomer that has not begun to fetch it
+KEPT_BYTES = 32 * MiB  # up to this many bytes of exports are kept though no newcomer is in the middle of one of them
 FINISHED_S = 25.0  # a newcomer that began in time gets this much longer to fetch the rest of an encoded state
 
 ExportName = tuple[int, bool]
@@ -61,6 +62,11 @@ class Export:
     def serves(self, newcomer: PeerId, now: Seconds) -> bool:
         """Return whether this newcomer may fetch the export; if it has a part already, it gets FINISHED_S more time."""
         return now < self.expires_at + (FINISHED_S if 0 < self.begun[newcomer] < len(self.blob) else 0.0)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a newcomer has fetched the export completely, and no newcomer has fetched only a part."""
+        return bool(self.begun) and all(sent >= len(self.blob) for sent in self.begun.values())
 
     def is_wanted(self, now: Seconds) -> bool:
         """Return whether any newcomer may still fetch the export; 4 bytes per parameter are freed once none may."""
@@ -145,6 +151,7 @@ class Donor:
             return [_refuse(request, Reason.FRAGMENT) for request, _, _ in waiting]
         own_step = done.step if isinstance(done, RetainedExported) else step
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
+        self._forget_finished()
         return [self._piece(request, sender, pull, export, now) for request, sender, pull in waiting] + self._encode()
 
     def serve_only(self, fragments: Sequence[Fragment]) -> None:
@@ -168,6 +175,13 @@ class Donor:
         }
         self._for_strangers &= self.exports.keys() | self._encoding
         return self._encode() if self._waiting else []
+
+    def _forget_finished(self) -> None:
+        """Drop the oldest exports that a newcomer has fetched completely, while exports take more than KEPT_BYTES."""
+        size = sum(len(one.blob) for one in self.exports.values())
+        for name, one in list(self.exports.items()):
+            if size > KEPT_BYTES and one.is_finished:
+                size -= len(self.exports.pop(name).blob)
 
     def recognise(self, knows: Callable[[PeerId], bool]) -> list[Effect]:
         """End the limits for strangers that we know by now, and return jobs to encode the fragments they requested.

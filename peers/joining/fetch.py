@@ -29,7 +29,7 @@ from decentral.core.journal.events import DonorFailedLine
 from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
-from decentral.core.units import KiB, Seconds
+from decentral.core.units import KiB, MiB, Seconds
 from decentral.peers.joining import cross_check
 from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
@@ -38,6 +38,9 @@ DONORS = 4  # pieces come from at most this many peers at a time, and one more f
 MOST_IN_FLIGHT = 8  # at most this many requests for pieces are open at a donor: 2 MiB
 SOON_S = 2.0  # after a piece that arrived within this time, one more piece is requested from its donor at a time
 FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
+# A donor is asked for one more fragment only if it then keeps at most this many bytes encoded for this newcomer, or if
+# that fragment is the only one.
+ENCODED_BYTES = 64 * MiB
 AHEAD_BYTES = 1  # such a request is for this many bytes, so that it takes nothing from a slow uplink
 FAILURES = 2
 PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a newcomer must get at least 9 kB/s
@@ -187,13 +190,13 @@ class Fetch:
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # keys: (fragment, offset, donor)
     _in_flight: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of unanswered requests for pieces
     _soon: Counter[PeerId] = field(default_factory=Counter)  # donor -> its pieces within SOON_S since its last failure
-    _ahead: dict[int, PeerId] = field(default_factory=dict)  # fragment index -> the donor asked to encode it early
+    _encoders: set[tuple[int, PeerId]] = field(default_factory=set)  # (fragment index, donor asked for this fragment)
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
         """Set the fragments to fetch; the caller then calls `choose`, which chooses donors, and `ask`."""
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
         self.samples.clear()
-        self._ahead.clear()
+        self._encoders.clear()
 
     @property
     def step(self) -> int:
@@ -375,7 +378,8 @@ class Fetch:
         """Return a request for the next missing piece that this donor can send; [] if there is no such piece."""
         for incoming in self._in_turn(donor, position):
             offset = incoming.next_offset()
-            if offset is not None:
+            if offset is not None and self._may_encode(donor, incoming):
+                self._encoders.add((incoming.fragment.index, donor))
                 self._in_flight[donor] += 1
                 return [self._request(donor, incoming, offset)]
         return []
@@ -383,10 +387,26 @@ class Fetch:
     def _ask_ahead(self, donor: PeerId, position: int) -> list[Effect]:
         """Request a byte of further fragments, so that this donor encodes them in advance; ignore the answers."""
         untouched = [one for one in self._in_turn(donor, position) if one.total is None and not one.requested]
-        room = FRAGMENTS_AHEAD - sum(self._ahead.get(one.fragment.index) == donor for one in untouched)
-        first = [one for one in untouched if one.fragment.index not in self._ahead][: max(0, room)]
-        self._ahead |= {one.fragment.index: donor for one in first}
-        return [self._question(donor, one, 0, ahead=True) for one in first]
+        room = FRAGMENTS_AHEAD - sum((one.fragment.index, donor) in self._encoders for one in untouched)
+        asked = {index for index, _ in self._encoders}
+        effects: list[Effect] = []
+        for one in [one for one in untouched if one.fragment.index not in asked][: max(0, room)]:
+            if self._may_encode(donor, one):
+                self._encoders.add((one.fragment.index, donor))
+                effects.append(self._question(donor, one, 0, ahead=True))
+        return effects
+
+    def _may_encode(self, donor: PeerId, wanted: Incoming) -> bool:
+        """Return whether this donor may be asked for this fragment, which it then keeps encoded until it has arrived.
+
+        In a synchronous run it always may, since the states of all fragments must be of one step.
+        """
+        if self.synchronous or (wanted.fragment.index, donor) in self._encoders:
+            return True
+        encoded = [one for one in self.missing() if (one.fragment.index, donor) in self._encoders]
+        if not encoded:
+            return True
+        return sum(layout_bytes(one.layout) for one in (*encoded, wanted)) <= ENCODED_BYTES
 
     def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
         """Return this donor's fragments, rotated by `position`, so that donors start with different fragments."""

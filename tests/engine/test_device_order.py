@@ -49,12 +49,11 @@ def test_a_report_that_does_not_wait_is_found(device: StandIn) -> None:
 
 def test_a_snapshot_is_whole_though_training_goes_on(device: StandIn) -> None:
     chain, inner = trained()
-    live, into = inner.lives[0], torch.empty(inner.lives[0].theta.numel())
+    live = inner.lives[0]
     before = live.theta.clone()
-    arrive = live.copy_out(into)
+    arrive = live.copy_out(lambda: torch.empty(live.theta.numel()))
     queue_step(chain, [batch()], inner, 0, RUN.train, Device(DEVICE, torch.float32))
-    arrive()
-    assert into.sum().item() == before.to("cpu").sum().item()
+    assert arrive().sum().item() == before.to("cpu").sum().item()
 
 
 def test_a_copy_on_another_stream_that_waits_for_no_step_is_found(device: StandIn) -> None:
@@ -81,7 +80,7 @@ def test_an_event_that_is_recorded_without_a_stream_orders_nothing_on_the_second
     record: Callable[..., None] = type(device.Event()).record
     monkeypatch.setattr(type(device.Event()), "record", lambda event, stream=None: record(event))
     with pytest.raises(OutOfOrder, match="may still be writing"):
-        inner.lives[0].copy_out(torch.empty(inner.lives[0].theta.numel()))()
+        inner.lives[0].copy_out(lambda: torch.empty(inner.lives[0].theta.numel()))()
 
 
 def test_a_correction_has_arrived_before_training_adds_it(device: StandIn) -> None:

@@ -99,6 +99,13 @@ def merge(compute: Compute) -> list[float]:
     return []
 
 
+def close(compute: Compute) -> list[float]:
+    """Close a window of every fragment, which no partner's window is merged with yet."""
+    for fragment in compute.fragments:
+        assert isinstance(compute.do(jobs.CloseWindow(fragment.index, 1)), jobs.WindowClosed)
+    return []
+
+
 def rest(compute: Compute) -> list[float]:
     for fragment in compute.fragments:
         compute.do(jobs.Rest(fragment.index))
@@ -158,6 +165,9 @@ SCENARIOS = {
     "a merge": Scenario({}, [steps(3), merge, steps(2), merge, steps(1)]),
     "merges of large fragments": Scenario({}, [steps(3), merge, steps(2), merge, rest, merge, steps(1)], large=True),
     "a checkpoint of large fragments": Scenario({}, [steps(2), merge, save, resume, merge, steps(1)], large=True),
+    "large fragments whose windows wait": Scenario(
+        {}, [steps(2), close, save, steps(1), close, steps(1), merge, close, save, resume, merge, steps(1)], large=True
+    ),
     "large fragments with AdamW": Scenario(
         {"optimizer": "adamw"}, [steps(3), merge, steps(1), merge, steps(1)], large=True
     ),

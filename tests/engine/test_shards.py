@@ -51,34 +51,48 @@ def test_gossip_s_vectors_are_replaced_by_newer_ones() -> None:
     assert host.get(0, Slot.PHI, take=False) is newer
 
 
-def test_a_baseline_that_was_dropped_is_phi_plus_the_residual() -> None:
-    host = HostParts()
+def test_a_sum_counts_a_missing_vector_as_zero() -> None:
+    host, ones = HostParts(), torch.ones_like(WHOLE)
     host.put(0, Slot.PHI, WHOLE)
-    host.drop(0, Slot.BASELINE)
-    assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE)
-    host.put(0, Slot.RESIDUAL, torch.ones_like(WHOLE))
-    assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE + 1)
-    host.put(0, Slot.BASELINE, newer := WHOLE + 5)
-    assert host.get(0, Slot.BASELINE, take=False) is newer
+    assert torch.equal(host.get(0, Slot.PHI_AND_RESIDUAL, take=False), WHOLE)
+    host.put(0, Slot.RESIDUAL, 3 * ones)
+    assert torch.equal(host.get(0, Slot.PHI_AND_RESIDUAL, take=False), WHOLE + 3)
+    assert torch.equal(host.get(0, Slot.PHI_AND_CHANGE, take=False), WHOLE - 3)
+    host.rename(0, Slot.RESIDUAL, Slot.EARLIER)
+    assert torch.equal(host.get(0, Slot.PHI_AND_CHANGE, take=False), WHOLE + 3)
+    host.put(0, Slot.RESIDUAL, ones)
+    assert torch.equal(host.get(0, Slot.PHI_AND_CHANGE, take=False), WHOLE + 2)
+    assert torch.equal(host.get(0, Slot.PHI, take=False), torch.arange(15 + 24 + 4.0)), "a sum changes no part"
 
 
-def test_a_rounded_residual_replaces_the_older_one_until_it_is_dropped() -> None:
+def test_a_missing_residual_replaces_the_one_where_it_is_moved() -> None:
     host = HostParts()
     host.put(0, Slot.PHI, WHOLE)
-    host.drop(0, Slot.BASELINE)
+    host.put(0, Slot.EARLIER, WHOLE)
+    host.rename(0, Slot.RESIDUAL, Slot.EARLIER)
+    assert torch.equal(host.get(0, Slot.PHI_AND_CHANGE, take=False), WHOLE)
+
+
+@pytest.mark.parametrize(("slot", "most"), [(Slot.INT8_RESIDUAL, 1 / 250), (Slot.BF16_RESIDUAL, 1 / 256)])
+def test_a_rounded_residual_replaces_the_older_one_until_it_is_dropped(slot: Slot, most: float) -> None:
+    host = HostParts()
+    host.put(0, Slot.PHI, WHOLE)
     host.put(0, Slot.RESIDUAL, -WHOLE)
-    host.put(0, Slot.ROUNDED, 0.3 * WHOLE)
+    host.put(0, slot, 0.3 * WHOLE)
     apart = (host.get(0, Slot.RESIDUAL, take=False) - 0.3 * WHOLE).abs().max()
-    assert 0 < apart <= 0.3 * WHOLE.max() / 250
-    host.drop(0, Slot.RESIDUAL)
-    assert torch.equal(host.get(0, Slot.BASELINE, take=False), WHOLE)
+    assert 0 < apart <= 0.3 * WHOLE.max() * most
+    host.rename(0, Slot.RESIDUAL, Slot.EARLIER)
+    apart = (host.get(0, Slot.PHI_AND_CHANGE, take=False) - 1.3 * WHOLE).abs().max()
+    assert 0 < apart <= 0.3 * WHOLE.max() * most
+    host.drop(0, Slot.EARLIER)
+    assert torch.equal(host.get(0, Slot.PHI_AND_RESIDUAL, take=False), WHOLE)
 
 
 def test_a_rank_is_counted_with_what_it_takes_of_a_large_model_s_memory() -> None:
-    """benchmarks/islands.py measured 17.6 and 12.0 bytes a parameter, the process itself left out."""
+    """Rank 0 of two took 12.3 bytes a parameter, and 17.8 while it merged with a partner (benchmarks/islands.py)."""
     run = config.load(None, ["model.depth=12", "model.width=768", "train.micro_batch=1"])
-    whole = memory.needs(run, divided=True)
+    whole = memory.needs(run)
     count = len(whole.fragments)
     parameters = sum(one.parameters for one in whole.fragments)
     claims = [memory.part_of(whole, run, ranks).span_bytes(0, count) / parameters for ranks in (2, 4)]
-    assert claims == [pytest.approx(17.6, rel=0.07), pytest.approx(12.0, rel=0.07)]
+    assert claims == [pytest.approx(16.8, rel=0.01), pytest.approx(12.1, rel=0.01)]

@@ -7,6 +7,7 @@ reached where something is broken.
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -388,3 +389,25 @@ def test_the_time_of_a_job_goes_to_its_kind(kind: str) -> None:
     for one in TIME[kind]:
         made: Any = object.__new__(one)
         assert time_kind(made) == kind
+
+
+def test_a_worker_that_waits_keeps_no_vector_of_its_last_job(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer held the whole downloaded model until its worker got another job."""
+    get, programs, alive = two.threads._beside.get, list[weakref.ref[Program]](), list[bool]()
+
+    def noted() -> Any:
+        alive.append(any(one() is not None for one in programs))
+        return get()
+
+    monkeypatch.setattr(two.threads._beside, "get", noted)
+
+    def program_of(job: jobs.Job) -> Program:
+        program = two._program(job)
+        programs.append(weakref.ref(program))
+        return program
+
+    two.threads._program_of = program_of
+    two.submit(job("a"), BESIDE)
+    two.worker.start()
+    two.end()
+    assert alive == [True, False]

@@ -17,6 +17,8 @@ from decentral.core.journal.events import REPEAT_S, ErrorLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
+from decentral.peers.joining import donor as donor_module
+from decentral.peers.joining import fetch
 from decentral.peers.joining.donor import (
     EXPORT_KEPT_S,
     FINISHED_S,
@@ -605,13 +607,13 @@ def test_newcomers_that_wait_for_an_export_leave_room_for_other_questions() -> N
     assert len(donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, 0.0)) == MOST_WAITING
 
 
-def ahead(count: int) -> tuple[Fetch, list[Ask]]:
+def ahead(count: int, synchronous: bool = False) -> tuple[Fetch, list[Ask]]:
     """A fetch of so many fragments from one donor that has not answered yet, and its questions."""
     fragments = [Fragment(number, number, number + 1, 400_000) for number in range(count)]
-    fetch = Fetch(RUN, JoinTag, Random(0), AnyHolder())
-    fetch.begin((Incoming(fragment, LAYOUT) for fragment in fragments), 100.0)
-    fetch.choose([A])
-    return fetch, questions(fetch.ask())
+    fetching = Fetch(RUN, JoinTag, Random(0), AnyHolder(), synchronous)
+    fetching.begin((Incoming(fragment, LAYOUT) for fragment in fragments), 100.0)
+    fetching.choose([A])
+    return fetching, questions(fetching.ask())
 
 
 def questions(effects: list[Effect]) -> list[Ask]:
@@ -634,6 +636,38 @@ def test_a_donor_may_encode_the_next_fragments_while_the_first_one_is_on_its_way
     _, asked = ahead(count=20)
     assert [of_fragment(ask) for ask in asked] == list(range(1 + FRAGMENTS_AHEAD))
     assert lengths(asked) == [PIECE_BYTES] + [AHEAD_BYTES] * FRAGMENTS_AHEAD
+
+
+@pytest.mark.parametrize(("kept", "early"), [(0, 0), (SIZE, 0), (2 * SIZE, 1), (4 * SIZE - 1, 2)])
+def test_a_donor_keeps_few_bytes_of_encoded_states_for_a_newcomer(
+    monkeypatch: pytest.MonkeyPatch, kept: int, early: int
+) -> None:
+    monkeypatch.setattr(fetch, "ENCODED_BYTES", kept)
+    assert lengths(ahead(count=20)[1]) == [PIECE_BYTES] + [AHEAD_BYTES] * early
+
+
+def test_a_newcomer_that_gets_pieces_soon_opens_no_more_fragments_than_the_donor_may_encode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asked for the first pieces of eight fragments at once, so its donor held the whole model encoded."""
+    monkeypatch.setattr(fetch, "ENCODED_BYTES", 2 * SIZE)
+    fetching, asked = ahead(count=20)
+    fragments = list[int]()
+    while not fetching.complete:
+        piece = next(ask for ask in asked if lengths([ask]) == [PIECE_BYTES])
+        asked.remove(piece)
+        more = questions(fetching.handle(piece_of(piece, 0.1), 100.0))
+        asked += more
+        fragments += [of_fragment(ask) for ask in more]
+        encoded = {of_fragment(ask) for ask in asked if not fetching.incoming[of_fragment(ask)].complete()}
+        assert len(encoded) <= 2
+    assert sorted({*fragments}) == list(range(20))
+
+
+def test_in_a_synchronous_run_early_states_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All states must be of one step."""
+    monkeypatch.setattr(fetch, "ENCODED_BYTES", 0)
+    assert lengths(ahead(count=20, synchronous=True)[1]) == [PIECE_BYTES] + [AHEAD_BYTES] * FRAGMENTS_AHEAD
 
 
 def test_a_fragment_of_which_a_piece_is_here_leaves_room_to_encode_another() -> None:
@@ -773,3 +807,20 @@ def test_a_visitor_that_takes_each_fragment_whole_need_not_wait_for_the_next_one
                 assert effects == [ExportState(fragment.index)]
                 effects = donor.exported(StateExported(fragment.index, LAYOUT, bytes(SIZE)), 5, 0.0)
             assert [type(one) for one in effects] == [Reply]
+
+
+def test_states_that_were_fetched_make_room_for_others_and_those_under_way_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newcomer on the same network fetched a large model in 4 s, and its donor held the whole model's exports."""
+    monkeypatch.setattr(donor_module, "KEPT_BYTES", 2 * SIZE)
+    fragments = [Fragment(number, number, number + 1, 400_000) for number in range(5)]
+    donor = Donor(RUN, fragments, uplink=FAST)
+    for number in range(4):
+        donor.exported(StateExported(number, LAYOUT, bytes(SIZE)), 50, 1.0)
+        for offset in range(0, PIECE_BYTES if number == 0 else SIZE, PIECE_BYTES):
+            donor.asked(1, A, StateRequest(RUN, number, offset, PIECE_BYTES), 50, 1.0)
+    assert [index for index, _ in donor.exports] == [0, 3]
+    donor.asked(2, B, StateRequest(RUN, 3, 0, PIECE_BYTES), 50, 1.0)
+    donor.exported(StateExported(4, LAYOUT, bytes(SIZE)), 50, 1.0)
+    assert [index for index, _ in donor.exports] == [0, 3, 4], "B has fetched a part"
