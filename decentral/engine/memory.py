@@ -46,7 +46,7 @@ WEIGHT_BYTES = 4  # an fp32 weight takes this many bytes; layers are built in fp
 ROTARY_BYTES = 8  # a block has two fp32 tables of rotary positions: this many bytes per position and channel of a head
 MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more: the mean, layers, a temporary result
 SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
-SNAPSHOT_BYTES = 2  # of gossip state, a published snapshot with slow weights takes this many bytes per parameter
+PUBLISHED_BYTES = 2  # of gossip state, a published snapshot with slow weights takes this many bytes per parameter
 SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
 # On a CPU, the heap keeps freed tensors that suit no later one: with `train.recompute`, `train.accumulate` and
 # `model.lora` these shares of the activations in front of the head (measured with 0.5 to 85 M parameters: 0.06 to 0.61,
@@ -162,7 +162,7 @@ def part_of(whole: MemoryNeeds, run: config.Config, ranks: int, gossip_apart: bo
     layer whose gradients are being added up.
     """
     layers = [3 * 2 * _number_bytes(run) * one.parameters for one in whole.fragments]
-    snapshots = [0 if gossip_apart else SNAPSHOT_BYTES * one.parameters for one in whole.fragments]
+    snapshots = [0 if gossip_apart else PUBLISHED_BYTES * one.parameters for one in whole.fragments]
     return replace(
         whole,
         state=tuple(more - (more - size) // ranks for size, more in zip(whole.state, snapshots, strict=True)),

@@ -61,7 +61,7 @@ class Slot(IntEnum):
 # In these slots a new part replaces the old one; in other slots it waits.
 RESIDUAL_SLOTS = Slot.RESIDUAL, Slot.INT8_RESIDUAL, Slot.BF16_RESIDUAL
 GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.EARLIER, *RESIDUAL_SLOTS
-SUMS = {
+SUM_SLOTS = {
     Slot.PHI_AND_RESIDUAL: ((Slot.RESIDUAL, 1),),
     Slot.PHI_AND_CHANGE: ((Slot.EARLIER, 1), (Slot.RESIDUAL, -1)),
 }
@@ -173,16 +173,16 @@ class HostParts:
     def get(self, fragment: int, slot: Slot, take: bool) -> Tensor:
         """Wait for a part, and return it as fp32; with `take`, remove it, so that a new part can be put there.
 
-        A slot in SUMS gives a new vector, the sum of this rank's parts.
+        A slot in SUM_SLOTS gives a new vector, the sum of this rank's parts.
 
         Raises:
             RuntimeError: If no thread puts the part within PART_S seconds.
         """
         key = fragment, slot
         with self._changed:
-            if slot in SUMS:
+            if slot in SUM_SLOTS:
                 total = self._parts[fragment, Slot.PHI].float().clone()
-                for one, sign in SUMS[slot]:
+                for one, sign in SUM_SLOTS[slot]:
                     if (fragment, one) in self._parts:
                         total.add_(self._parts[fragment, one].float(), alpha=sign)
                 return total

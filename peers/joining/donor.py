@@ -41,7 +41,9 @@ MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than 
 FP32_BYTES = 4
 MOST_OWED = 4 * MiB  # if the uplink's rate is unknown, no newcomer is admitted while more bytes than this wait
 EXPORT_KEPT_S = 5.0  # after this time, an encoded state is too old for a newcomer that has not begun to fetch it
-KEPT_BYTES = 32 * MiB  # up to this many bytes of exports are kept though no newcomer is in the middle of one of them
+FINISHED_BYTES = (
+    32 * MiB
+)  # up to this many bytes of exports are kept though no newcomer is in the middle of one of them
 FINISHED_S = 25.0  # a newcomer that began in time gets this much longer to fetch the rest of an encoded state
 
 ExportName = tuple[int, bool]
@@ -177,10 +179,10 @@ class Donor:
         return self._encode() if self._waiting else []
 
     def _forget_finished(self) -> None:
-        """Drop the oldest exports that a newcomer has fetched completely, while exports take more than KEPT_BYTES."""
+        """Drop the oldest exports that were fetched completely, while exports take more than FINISHED_BYTES."""
         size = sum(len(one.blob) for one in self.exports.values())
         for name, one in list(self.exports.items()):
-            if size > KEPT_BYTES and one.is_finished:
+            if size > FINISHED_BYTES and one.is_finished:
                 size -= len(self.exports.pop(name).blob)
 
     def recognise(self, knows: Callable[[PeerId], bool]) -> list[Effect]:

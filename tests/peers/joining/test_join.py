@@ -813,7 +813,7 @@ def test_states_that_were_fetched_make_room_for_others_and_those_under_way_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A newcomer on the same network fetched a large model in 4 s, and its donor held the whole model's exports."""
-    monkeypatch.setattr(donor_module, "KEPT_BYTES", 2 * SIZE)
+    monkeypatch.setattr(donor_module, "FINISHED_BYTES", 2 * SIZE)
     fragments = [Fragment(number, number, number + 1, 400_000) for number in range(5)]
     donor = Donor(RUN, fragments, uplink=FAST)
     for number in range(4):
