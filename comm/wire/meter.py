@@ -68,12 +68,14 @@ class Upload:
     """A large question that we sent after a warm-up: its size in bytes, and the seconds until its answer.
 
     The rate is computed when it is needed, from the link's latency as known at that time. The first measured latency
-    may be twice the true latency, because other peers' probes ran at the same time.
+    may be twice the true latency, because other peers' probes ran at the same time. A later one that is longer, since
+    the uplink carries more by then, is not used.
     """
 
     peer: PeerId
     size: int
     seconds: Seconds
+    latency_s: Seconds = math.inf  # the link's latency as known then; infinite if it was not measured yet
 
     def rate(self, latency_s: Seconds) -> float:
         """Return the rate of this upload in bytes/s, given the link's latency.
@@ -177,7 +179,7 @@ class Meter:
         if received >= sent:
             link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), ROUND_TRIP * latency_s), received)
         else:
-            upload = Upload(peer, sent, seconds)
+            upload = Upload(peer, sent, seconds, latency_s or math.inf)
             link.uploaded(upload, latency_s)
             self.uploads.append(upload)
             for near in (True, False):
@@ -239,7 +241,7 @@ class Meter:
     def _uplink_rates(self) -> UplinkRates:
         """Return the rates of our uplink, computed from the last uploads unless the cached rates are still valid."""
         if self._uplink is None:
-            known = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
+            known = [(one, min(one.latency_s, self._known_latency_s(one.peer))) for one in self.uploads]
             rates = [(one.rate(latency_s), one.limited(latency_s), one.peer) for one, latency_s in known]
             self._uplink = UplinkRates.of(rates, self._mean_up([(rate, peer) for rate, _, peer in rates]))
         return self._uplink

@@ -210,7 +210,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     model = "a size such as 125M, instead of the config's depth and width; or a config; default: a table of sizes"
     parser.add_argument("--model", metavar="SIZE|CONFIG", help=model)
     parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose shape the model has")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    shared.add_set_flag(parser)
     peers = (
         "[COUNTx]DEVICE [PLACE[:UP/DOWN]], ...; Mb/s, by default 20/100 where PLACE begins with home, else 1000/1000"
     )

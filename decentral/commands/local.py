@@ -378,7 +378,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("--peers", type=int, default=4, metavar="N", help="number of peers; default 4")
     parser.add_argument("--throttle", metavar="F,F,...", help="times that each peer is slower, such as 1,1,1,10")
     parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="15m, or each peer's 500steps, 2Mtokens")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    shared.add_set_flag(parser)
     parser.add_argument("--device", type=valid_devices, default="auto", help=CHOICES)
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's memory, or one size for all of them")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
@@ -389,6 +389,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("--log", type=shared.log_names, default=[], metavar="NAMES", help="curves: tensorboard, wandb")
     add_hook_flags(parser)
     given = parser.parse_args(argv)
+    shared.refuse_number(given.config)
     if not 1 <= given.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {given.peers}")
     if given.metrics and given.metrics[1] + given.peers > shared.PORTS:

@@ -271,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     peers = "as for decentral.estimate: 4x4090 homes:50/500, 8xA100 oregon"
     parser.add_argument("--peers", metavar="PEERS", help=peers)
     parser.add_argument("--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a further key")
+    shared.add_set_flag(parser, "set a further key")
     parser.add_argument("--out", metavar="FILE", help="file to write; default: NAME.yaml")
     flags = parser.parse_args(argv)
     if flags.model and flags.model_from:

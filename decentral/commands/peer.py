@@ -124,8 +124,11 @@ def _downloaded(flags: StartFlags) -> StartFlags:
     own, resumed = flags.own, flags.resume_from
     if own.model_folder is not None and holds_uploads(own.model_folder):
         own = replace(own, model_folder=str(fetched(own.model_folder, "model", "--model-from", shared.starting)))
-    if resumed is not None:
-        resumed = None if _has_run(flags) else str(fetched(resumed, "checkpoint", "--resume-from", shared.starting))
+    if resumed is not None and _has_run(flags):
+        shared.starting(f"--resume-from {resumed} is not used: {flags.state_dir} has a run, whose state goes on")
+        resumed = None
+    elif resumed is not None:
+        resumed = str(fetched(resumed, "checkpoint", "--resume-from", shared.starting))
     return replace(flags, own=own, resume_from=resumed)
 
 
@@ -139,7 +142,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--join-wait", type=quantities.duration_s, default=0.0, metavar="TIME", help=wait)
     parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, if the swarm is private")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    shared.add_set_flag(parser)
     _add_own_flags(parser)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     several = f"{CHOICES}; or several: cuda:0,cuda:1"
@@ -158,6 +161,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
     _add_watch_flags(parser)
     given = parser.parse_args(argv)
+    shared.refuse_number(given.config)
     peer = _of_peer(given)
     if not 1 <= peer.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {peer.throttle:g}")

@@ -35,6 +35,10 @@ ERROR_CHARS = 2000
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
 EXPECTED = {"int": "a whole number such as 4", "float": "a number such as 1.5"}  # type of a flag -> what is expected
 MAY_BE_EMPTY = ("region", "text")  # a peer's region and a prompt; any other empty argument is a mistake
+MISTAKEN = {  # (a flag that a command lacks, another flag that the command has) -> what is meant
+    ("peers", "state-dir"): f"to run several peers on this machine: {table.CALL}local --peers N",
+    ("steps", "stop-after"): "to end after N steps: --stop-after Nsteps",
+}
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
 PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
@@ -71,6 +75,11 @@ class Parser(argparse.ArgumentParser):
             known = {name.lstrip("-"): name for name in self._option_string_actions}
             if not flag.startswith("-"):
                 return "; put quotes around a value that has spaces"
+            mistaken = [said for (lacking, has), said in MISTAKEN.items() if flag == f"--{lacking}" and has in known]
+            if mistaken:
+                return f"; {mistaken[0]}"
+            if "set" in known and (key := _meant_key(flag.lstrip("-"))):
+                return key
             near = nearest(flag.lstrip("-"), known) if flag.startswith("--") else None
             return f"; did you mean {known[near]}?" if near else ""
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
@@ -142,6 +151,35 @@ def peer_address(text: str) -> str:
 def add_join_flag(parser: argparse.ArgumentParser, about: str) -> None:
     """Add the flag `--join ADDR`, which may be repeated, with `about` as its help; its value is a list of addresses."""
     parser.add_argument("--join", type=peer_address, action="append", default=[], metavar="ADDR", help=about)
+
+
+def add_set_flag(parser: argparse.ArgumentParser, about: str = "override a key of CONFIG") -> None:
+    """Add the flag `--set KEY=VALUE`, which may be repeated, with `about` as its help; its value is a list of texts."""
+    parser.add_argument("--set", type=_key_value, action="append", default=[], metavar="KEY=VALUE", help=about)
+
+
+def _key_value(text: str) -> str:
+    if "=" not in text:
+        expected = "expected KEY=VALUE as one argument, such as train.learning_rate=1e-3"
+        raise argparse.ArgumentTypeError(f"{expected}; got {text!r}{_meant_key(text)}")
+    return text
+
+
+def _meant_key(name: str) -> str:
+    """Return `; did you mean --set KEY=VALUE?` with the config's key that is, or ends with, `name`, else ""."""
+    from decentral.core.config import Config
+    from decentral.core.config_keys import keys_of
+
+    paths, wanted = [known.path for known in keys_of(Config)], name.lower().replace("-", "_")
+    found = next((path for path in paths if wanted in (path, path.rpartition(".")[2])), None)
+    return f"; did you mean --set {found}=VALUE?" if found else ""
+
+
+def refuse_number(config: str | None) -> None:
+    """Raise UserError if CONFIG is a number and no file, since a number of peers is meant."""
+    if config and config.isdigit() and not Path(config).exists():
+        meant = as_called(f"to run {config} peers on this machine: {table.CALL}local --peers {config}")
+        raise UserError(f"CONFIG expects a YAML file or the name of a shipped config; got {config}; {meant}")
 
 
 def metrics_address(first: tuple[str, int], number: int) -> str:

@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     lasts = "virtual time, such as 10m; default 600 s"
     parser.add_argument("--seconds", type=quantities.duration_s, default=600.0, metavar="TIME", help=lasts)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices; default 0")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    shared.add_set_flag(parser)
     step = "time of a step; default 0.5 s"
     parser.add_argument("--step-seconds", type=quantities.duration_s, default=0.5, metavar="TIME", help=step)
     parser.add_argument("--noise", type=finite, default=0.05, metavar="F", help="random share of a step's time")

@@ -46,6 +46,7 @@ Positions = npt.NDArray[np.int64]
 LEAST_SEQUENCES = 20  # a text with fewer sequences is refused, since no part of it could be held out
 TEXT = "**/*.txt"  # without data.glob, a folder's files that match this pattern are read
 CHUNK_TOKENS = 1 << 24  # a file's tokens are checked in chunks of this size, so a huge file does not fill the memory
+UTF8_BYTES = 1 << 22  # a text is checked in parts of this size, so that a huge one does not fill the memory
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _HASHED = 32  # each hash covers this many consecutive tokens
 _USUAL, _LONGEST = 4, 8  # mean and longest length of a stretch, as multiples of the shortest length
@@ -179,15 +180,15 @@ def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     if tokens.dtype.kind == "i" and (lowest := min(int(chunk.min()) for chunk in chunks)) < 0:
         raise UserError(f"data: {data.path} has the token {lowest}; a token is at least 0")
     train, held_out = divide(tokens, data.held_out, model.context + 1)
-    return Corpus(tokens, model.context, train, held_out, [said] if said else [])
+    return Corpus(tokens, model.context, train, held_out, said)
 
 
-def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]:
-    """Return the data's tokens, and a warning about unread files of the folder, or None if all files are read."""
+def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, list[str]]:
+    """Return the data's tokens, and warnings about unread files of the folder and about files that are not UTF-8."""
     if data.kind == "tokens":
-        return token_file.mapped(data, vocabulary), None
+        return token_file.mapped(data, vocabulary), []
     if data.kind == "python-stdlib":
-        return _bytes_of(_stdlib_files()), None
+        return _bytes_of(_texts(_stdlib_files())), []
     root = Path(data.given_path())
     if not root.exists():
         raise UserError(f"data: {root} does not exist; give --data PATH, the file or folder with the text")
@@ -197,7 +198,9 @@ def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]
         raise UserError(f"data.glob: {data.glob!r} is not a valid pattern in {root} ({error})") from None
     if not found:
         raise UserError(f"data: no text at {root} that matches {data.glob or TEXT}")
-    return _bytes_of(found), left_out(root, data.glob, found)
+    texts = _texts(found)
+    said = left_out(root, data.glob, found), _not_utf8(texts)
+    return _bytes_of(texts), [one for one in said if one]
 
 
 def _stdlib_files() -> list[Path]:
@@ -211,13 +214,13 @@ def _stdlib_files() -> list[Path]:
     return sorted(found)
 
 
-def _bytes_of(paths: list[Path]) -> Tokens:
-    """Return the bytes of all files, joined by newlines, without UTF-8 byte-order marks.
+def _texts(paths: list[Path]) -> dict[Path, bytes]:
+    """Return the bytes of each file, without a UTF-8 byte-order mark.
 
     Raises:
         UserError: If a file cannot be read, or is UTF-16.
     """
-    texts = []
+    texts = {}
     for path in paths:
         try:
             with foreign_file.opened(path) as file:
@@ -226,8 +229,34 @@ def _bytes_of(paths: list[Path]) -> Tokens:
             raise UserError(f"data: cannot read {path}: {error.strerror}") from None
         if text.startswith(UTF_16):
             raise UserError(f"data: {path} is UTF-16; save it as UTF-8")
-        texts.append(text.removeprefix(codecs.BOM_UTF8))
-    return np.frombuffer(b"\n".join(texts), dtype=np.uint8)
+        texts[path] = text.removeprefix(codecs.BOM_UTF8)
+    return texts
+
+
+def _bytes_of(texts: dict[Path, bytes]) -> Tokens:
+    """Return the bytes of all files, joined by newlines."""
+    return np.frombuffer(b"\n".join(texts.values()), dtype=np.uint8)
+
+
+def _not_utf8(texts: dict[Path, bytes]) -> str | None:
+    """Return a warning about the files that are not UTF-8, on whose bytes the model trains as they are; else None."""
+    found = [path for path, text in texts.items() if not _is_utf8(text)]
+    if not found:
+        return None
+    which = f"{found[0]} is not UTF-8" if len(found) == 1 else f"{len(found)} files, such as {found[0]}, are not UTF-8"
+    remedy = "save text of another encoding as UTF-8, and leave out what is no text"
+    return f"data: {which}; the model learns the bytes as they are; {remedy}"
+
+
+def _is_utf8(text: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for begin in range(0, len(text), UTF8_BYTES):
+            decoder.decode(text[begin : begin + UTF8_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def divide(tokens: npt.NDArray[np.generic], share: float, length: int) -> tuple[Runs, Runs]:

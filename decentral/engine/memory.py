@@ -140,6 +140,9 @@ def with_micro_batch(run: config.Config, sequences: int) -> config.Config:
 def most_sequences(run: config.Config, device: Device, begin: int, end: int, memory_bytes: float, largest: int) -> int:
     """Return the most sequences of a micro-batch that fit into memory: a power of two, at least 1, at most `largest`.
 
+    Layers are claimed with micro-batches of one sequence. A peer with a part of the model uses larger ones only if
+    `preferred_in_flight` of them fit, since its device would wait for links with fewer.
+
     Args:
         run: The run's config, whose `train.micro_batch` does not count.
         device: The device.
@@ -150,7 +153,11 @@ def most_sequences(run: config.Config, device: Device, begin: int, end: int, mem
     """
     sizes = (largest >> halvings for halvings in range(largest.bit_length()))
     needed = ((size, needs_on(with_micro_batch(run, size), device)) for size in sizes)
-    return next((size for size, found in needed if found.span_bytes(begin, end) <= memory_bytes), 1)
+
+    def fits(needs: MemoryNeeds) -> bool:
+        return needs.span_bytes(begin, end, needs.preferred_in_flight(end - begin)) <= memory_bytes
+
+    return next((size for size, found in needed if fits(found)), 1)
 
 
 def part_of(whole: MemoryNeeds, run: config.Config, ranks: int, gossip_apart: bool = False) -> MemoryNeeds:

@@ -83,7 +83,7 @@ class OwnRecord:
             last=setup.fragments[-1].last,
             step=progress.step,
             lr_step=progress.lr_step,
-            tokens=progress.tokens,
+            tokens=setup.trained_tokens + progress.tokens,
             round=self.gossip.round,
             phase=phase,
             window_s=self.window_s,

@@ -44,6 +44,7 @@ class NodeSetup:
     private: PrivateSwarm | None = None
     start: SwarmStart = UNKNOWN
     seen: tuple[SeenWork, ...] = ()  # other peers' work, from the last record that an earlier process of ours published
+    trained_tokens: int = 0  # tokens on which earlier processes of ours have trained, from the same record
 
     @property
     def whole(self) -> bool:

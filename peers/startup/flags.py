@@ -60,8 +60,8 @@ class StartFlags:
         begun = replace(self, config=None, overrides=(), private=False, invite=None) if has_run else self
         return replace(begun, join=()) if knows_peers else begun
 
-    def require_consistent(self, kept: tuple[RunId, Config] | None, folder: Path) -> None:
-        """Check that the flags do not contradict the folder's run or each other.
+    def require_consistent(self, kept: tuple[RunId, Config] | None, folder: Path) -> list[str]:
+        """Check that the flags do not contradict the folder's run or each other; return what is not used, as warnings.
 
         The command line that made the folder is accepted again, since supervisors restart a peer with the same command.
 
@@ -77,8 +77,7 @@ class StartFlags:
         if kept and self.say_config and self._config_in_place_of(kept[1]).digest() != kept[1].digest():
             settled = "whose config cannot change, and differs from these CONFIG and --set"
             raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
-        if kept and self.say_config:
-            self._require_kept_inputs(kept, folder)
+        unused = self._require_kept_inputs(kept, folder) if kept and self.say_config else []
         if self.private and (self.join or (kept and not founded(folder))):
             raise UserError("--private begins a new swarm; leave it out to join one, or to resume a peer")
         if self.invite and not (self.join or kept):
@@ -87,14 +86,16 @@ class StartFlags:
             raise UserError(f"--invite {self.invite}: no such file")
         if self.invite and kept and not is_private(kept[0]):
             raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
+        return unused
 
-    def _require_kept_inputs(self, kept: tuple[RunId, Config], folder: Path) -> None:
+    def _require_kept_inputs(self, kept: tuple[RunId, Config], folder: Path) -> list[str]:
         """Raise UserError if CONFIG or --set names another own file or upload destination than the folder's run.
 
         The folder's values are used, and only flags change them. So a value that no flag replaces must be the same, or
         that of the folder's first start: a supervisor repeats that command after a user has changed the value by flags.
+        Return a warning for each such value that is not used.
         """
-        first = StateFolder(folder).first_inputs()
+        first, unused = StateFolder(folder).first_inputs(), list[str]()
         said, known = tree_of(self.config, self.overrides), kept[1].model_dump(by_alias=True)
         for section, fields in OWN_KEYS.items():
             values = said.get(section)
@@ -103,11 +104,16 @@ class StartFlags:
                 old, flag = known[section][key], FLAGS[field_name]
                 if given is None or getattr(self.own, field_name) is not None:
                     continue
-                if _same_place(given, old) or _same_place(given, getattr(first, field_name)):
+                if _same_place(given, old):
+                    continue
+                if _same_place(given, getattr(first, field_name)):
+                    now = f"a later start has set it to {old}" if old else "a later start has ended it"
+                    unused.append(f"{section}.{key} {given} is not used: {now} by {flag}, as {folder} keeps")
                     continue
                 change = f"change it by decentral.peer --state-dir {quote(str(folder))} {flag} {quote(str(given))}"
                 belongs = f"{folder} belongs to run {kept[0]}, where {section}.{key} is {old or 'not set'}, not {given}"
                 raise UserError(f"{belongs}; leave {section}.{key} out, or {change}")
+        return unused
 
     def _config_in_place_of(self, kept: Config) -> Config:
         """Return the config of CONFIG and --set, but with the paths and digests of own files that `kept` has.

@@ -27,7 +27,6 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core.config import Config
-from decentral.core.credit import SeenWork
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
@@ -52,7 +51,7 @@ from decentral.engine.layer_times import LayerTrial, layer_costs
 from decentral.engine.step import ALONE, Device
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
-from decentral.peers.membership.records import Profile
+from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.revocation_watch import NO_MEMBER
 from decentral.peers.membership.statements import newest_records
 from decentral.peers.membership.swarm_size import Look, SwarmStart
@@ -173,7 +172,7 @@ async def prepare(
         claimed = replace(claimed, capacity=needs.capacity(begin, end, claimed.memory_bytes))
     swarm = Look(access.directory, access.run, own.peer)
     await swarm.measure()
-    profile = _profile(flags.peer, folder, compute, claimed)
+    profile, last = _profile(flags.peer, folder, compute, claimed), _last_record(folder.path, access.run, own.peer)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -193,7 +192,8 @@ async def prepare(
         versions=compute.counters.versions,
         private=access.private,
         start=SwarmStart(max(1.0, swarm.peers)),
-        seen=_seen(folder.path, access.run, own.peer),
+        seen=last.standing.seen if last else (),
+        trained_tokens=last.tokens if last else 0,
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     path, now = folder.path / JOURNAL, access.clock
@@ -236,11 +236,11 @@ def _lost(folder: Path, joins: bool) -> list[str]:
     return [lost] if step else []
 
 
-def _seen(folder: Path, run: RunId, peer: PeerId) -> tuple[SeenWork, ...]:
-    """Return what the last record in this peer's journal says about the work of others; () without such a record."""
+def _last_record(folder: Path, run: RunId, peer: PeerId) -> PeerRecord | None:
+    """Return the last record of this run that an earlier process of this peer wrote to its journal, if there is one."""
     events = (line.event for line in recorded(recent(folder / JOURNAL, LAST_LINES_BYTES)))
     record = newest_records(events)[0].get(peer)
-    return record.standing.seen if record is not None and record.run == run else ()
+    return record if record is not None and record.run == run else None
 
 
 def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:

@@ -71,14 +71,17 @@ class OwnRun:
     known: Run | None  # `kept`, or the new run that this peer founds; None: a peer at --join must tell us its run
 
 
-def own_run(flags: StartFlags, folder: state.StateFolder) -> OwnRun:
+def own_run(start: PeerStart) -> OwnRun:
     """Return the run of the folder; if the folder has none and --join is not given, begin a new run.
+
+    Warnings for the user are added to `start`.
 
     Raises:
         UserError: If flags contradict the folder or each other, or the config cannot be loaded.
     """
+    flags, folder = start.flags, start.folder
     kept = folder.read_run(flags.own)
-    flags.require_consistent(kept, folder.path)
+    start.warnings.extend(flags.require_consistent(kept, folder.path))
     return OwnRun(kept, kept if kept or flags.join else _begin(flags, folder.path))
 
 

@@ -65,7 +65,7 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         # Do not use asyncio's default executor: asyncio waits for it at exit, which would delay an error message.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
         begun, clock = PeerStart(asked.without_address_of(own.peer), folder, own, device, island), SwarmClock()
-        run = own_run(begun.flags, folder)
+        run = own_run(begun)
         shared.starting("opening the network (libp2p)")
         transport = await _listen(begun, clock)
         try:

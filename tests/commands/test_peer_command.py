@@ -411,3 +411,14 @@ def test_ctrl_c_while_the_libraries_load_ends_it_with_one_line(tmp_path: Path) -
         [sys.executable, "-m", "decentral.peer"], capture_output=True, env=environment, cwd=ROOT, check=False
     )
     assert (found.returncode, found.stdout, found.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_a_folder_with_a_run_says_that_it_does_not_resume_from_another_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place may have another run, and the peer went on with the folder's without a word."""
+    (tmp_path / "run.json").write_text("{}")
+    flags = peer._downloaded(StartFlags(state_dir=str(tmp_path), resume_from="s3://bucket/other"))
+    assert flags.resume_from is None
+    said = f"starting: --resume-from s3://bucket/other is not used: {tmp_path} has a run, whose state goes on\n"
+    assert capsys.readouterr().out == said

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from decentral.core import config, rng
 from decentral.core.errors import UserError
+from decentral.data import corpora
 from decentral.data.corpora import Corpus, Runs
 from decentral.data.corpora import corpus as load
 
@@ -186,6 +187,30 @@ def test_a_glob_that_is_none_is_refused(tmp_path: Path, glob: str) -> None:
 def test_utf_16_is_refused_as_it_is_twice_as_many_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000, encoding="utf-16")
     assert refusal(kind="text", path=str(tmp_path)).endswith("a.txt is UTF-16; save it as UTF-8")
+
+
+@pytest.mark.parametrize("others", [b"caf\xe9 " * 200, bytes(range(256)) * 4, "caf\u00e9 ".encode() * 200 + b"\xc3"])
+def test_text_that_is_not_utf_8_is_learned_as_it_is_and_a_warning_says_so(tmp_path: Path, others: bytes) -> None:
+    """Latin-1, any bytes, and text whose last character is cut."""
+    data = config.DataConfig(kind="text", path=str(tmp_path))
+    (tmp_path / "a.txt").write_text("caf\u00e9 " * 1000, encoding="utf-8-sig")
+    assert load(data, MODEL).warnings == []
+    (tmp_path / "b.txt").write_bytes(others)
+    corpus = load(data, MODEL)
+    (said,) = corpus.warnings
+    assert said.startswith(f"data: {tmp_path / 'b.txt'} is not UTF-8; the model learns the bytes as they are; save")
+    assert bytes(np.asarray(corpus.tokens)).endswith(others)
+    (tmp_path / "c.txt").write_bytes(others)
+    (said,) = load(data, MODEL).warnings
+    assert said.startswith(f"data: 2 files, such as {tmp_path / 'b.txt'}, are not UTF-8; the model learns")
+
+
+def test_a_character_across_two_parts_of_a_long_text_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "UTF8_BYTES", 5)
+    (tmp_path / "a.txt").write_text("\u6771\u4eac" * 1000, encoding="utf-8")
+    assert load(config.DataConfig(kind="text", path=str(tmp_path)), MODEL).warnings == []
 
 
 def test_too_few_tokens_are_refused_with_how_many_are_needed(tmp_path: Path) -> None:

@@ -199,6 +199,19 @@ def test_a_micro_batch_that_is_chosen_here_fits_the_memory_that_the_user_gave(
     assert Compute(chosen).sequences == measure.LARGEST
 
 
+@pytest.mark.parametrize("sequences", [1, 4, 16])
+def test_a_part_of_a_model_takes_larger_micro_batches_only_if_as_many_still_fit(sequences: int) -> None:
+    """Its layers are claimed with room for many of one sequence; `auto` took so many sequences that two fitted."""
+    run, device = config.Config(model=config.ModelConfig(depth=8, width=128)), measure.choose("cpu")
+    fixed = memory.needs_on(memory.with_micro_batch(run, sequences), device)
+    usual = fixed.preferred_in_flight(2)
+    assert usual > memory_needs.LEAST_IN_FLIGHT
+    given = fixed.span_bytes(0, 2, usual)
+    assert memory.most_sequences(run, device, 0, 2, given, measure.LARGEST) == sequences
+    assert fixed.capacity(0, 2, given) == usual
+    assert memory.most_sequences(run, device, 0, 2, given - 1, measure.LARGEST) == max(1, sequences // 2)
+
+
 def test_gradients_of_a_part_and_of_several_micro_batches_count_beside_activations() -> None:
     """Only a step of the whole model with one micro-batch allocates gradients where it has freed activations."""
     run = config.Config(model=config.ModelConfig(depth=4, width=128))

@@ -7,11 +7,14 @@ that it doubles in each round trip. Above the ceiling the window grows by one pa
     round trip  |-- window --|  waits  |---- twice the window ----|  waits  |----- acknowledgements come in time -----
 
 An idle connection loses half of its window in each retransmission time-out (RFC 2861), as on Linux by default
-(tcp_slow_start_after_idle), so that a transfer after a pause begins slowly again. comm/wire/slow_start.py models a
-single transfer without other traffic. Sizes are in bytes of IP packets, rates in bytes/s.
+(tcp_slow_start_after_idle), so that a transfer after a pause begins slowly again. The transfers on a connection share
+its one window: a new one takes an equal part from the others, and one that ends leaves its part to them.
+
+comm/wire/slow_start.py models a single transfer without other traffic. Sizes are in bytes of IP packets, rates in
+bytes/s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decentral.comm.wire.slow_start import INITIAL_BYTES, MOST_BYTES
 from decentral.core.units import Seconds
@@ -22,46 +25,70 @@ FIRST_WINDOW = INITIAL_BYTES * WITH_HEADERS
 SLOW_START_PATHS = 1.5  # slow start ends at this many bandwidth-delay products in flight (1 to 2 with HyStart)
 AFTER_LOSS = 0.7  # a loss shrinks the congestion window to this share (CUBIC, RFC 9438)
 LEAST_TIMEOUT_S = 0.2  # a retransmission time-out is a round trip plus this time (RFC 6298, with Linux's minimum)
+AFTER_IDLE = 0.75  # after a pause, slow start goes on up to this share of the window before the pause (RFC 2861)
 IN_TIME = float("inf")  # value of `Sender.sendable` while acknowledgements arrive fast enough to send without pause
 
 
 @dataclass(slots=True)
 class CongestionWindow:
-    """The congestion window of one direction of a connection, between transfers."""
+    """The congestion window of one direction of a connection, and the transfers that share it."""
 
-    size: float = FIRST_WINDOW  # bytes that may be in flight
+    size: float = FIRST_WINDOW  # bytes that may be in flight, between transfers
     ceiling: float = MOST_BYTES  # slow start ends when the window has this size
     used_at: Seconds = 0.0
+    senders: "list[Sender]" = field(default_factory=list)  # without a bandwidth probe, during which the others pause
+
+    @property
+    def whole(self) -> float:
+        """Return how many bytes may be in flight now, for all transfers together."""
+        return sum(one.window for one in self.senders) or self.size
 
     def use(self, now: Seconds, round_trip_s: Seconds) -> None:
-        """Record that the connection is used now; halve its window for each time-out since its last use."""
-        timeouts = int((now - self.used_at) / (LEAST_TIMEOUT_S + round_trip_s))
+        """Record that the connection is used now; halve an idle connection's window for each time-out since then."""
+        timeouts = 0 if self.senders else int((now - self.used_at) / (LEAST_TIMEOUT_S + round_trip_s))
         if timeouts > 0:
+            self.ceiling = max(self.ceiling, AFTER_IDLE * self.size)
             self.size = max(FIRST_WINDOW, self.size / 2.0 ** min(timeouts, 64))
         self.used_at = max(self.used_at, now)
 
-    def sender(self, size: float, path_rate: float, round_trip_s: Seconds, sharing: int) -> "Sender":
-        """Return the sending side of a new transfer.
+    def sender(self, size: float, path_rate: float, round_trip_s: Seconds, alone: bool = False) -> "Sender":
+        """Return the sending side of a new transfer, which takes its part of the window from the other transfers.
 
         Args:
             size: Bytes of the transfer's IP packets.
             path_rate: Bytes/s of the slowest link on the path.
             round_trip_s: Round trip of a packet, without queues.
-            sharing: Number of transfers on the connection, the new one included.
+            alone: Whether the other transfers pause until the new one ends, so that it has the whole window.
         """
-        own = self.size / sharing
-        ceiling = min(self.ceiling / sharing, SLOW_START_PATHS * path_rate * round_trip_s, MOST_BYTES)
-        return Sender(size, round_trip_s, own, max(own, ceiling))
+        sharing = 1 if alone else len(self.senders) + 1
+        own = self.whole / sharing
+        ceiling = min(self.ceiling, SLOW_START_PATHS * path_rate * round_trip_s, MOST_BYTES) / sharing
+        sender = Sender(size, round_trip_s, own, max(own, ceiling))
+        if not alone:
+            self._resize((sharing - 1) / sharing)
+            self.senders.append(sender)
+        return sender
 
-    def leave(self, sender: "Sender", now: Seconds, sharing: int) -> None:
-        """Update the window when a transfer ends; `sharing` transfers were on the connection, this one included."""
+    def leave(self, sender: "Sender", now: Seconds) -> None:
+        """Update the window when a transfer ends, and leave the transfer's part of it to the other transfers."""
         sender.acknowledge()
-        self.size, self.used_at = min(MOST_BYTES, sender.window * sharing), now
+        if sender in self.senders:
+            self.size = min(MOST_BYTES, self.whole)
+            self.senders.remove(sender)
+        else:  # it was alone
+            self.size = min(MOST_BYTES, sender.window)
+        self.used_at = now
         if sender.resent_at:
-            self.ceiling = max(sender.ceiling, sender.window) * sharing
+            self.ceiling = self.size
+        if self.senders:
+            self._resize(self.size / self.whole)
+
+    def _resize(self, times: float) -> None:
+        for one in self.senders:
+            one.window, one.ceiling = times * one.window, times * one.ceiling
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sender:
     """State of a transfer's sending side at virtual time `at`."""
 

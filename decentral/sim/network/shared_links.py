@@ -142,7 +142,7 @@ class SharedLinks:
         path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
         round_trip_s = geography.round_trip_s(source, target)
         window.use(self.agenda.now, round_trip_s)
-        sender = window.sender(size, path_rate, round_trip_s, 1 if alone else self._sharing[source, target])
+        sender = window.sender(size, path_rate, round_trip_s, alone)
         transfer = Transfer(source, target, round(size), sender, done, geography.site_links(source, target))
         if alone:
             self._alone[source] = transfer
@@ -158,7 +158,7 @@ class SharedLinks:
         self._let_others_go(transfer)
         connection = transfer.source, transfer.target
         if (window := self.windows.get(connection)) is not None:
-            window.leave(transfer.sender, self.agenda.now, self._sharing[connection])
+            window.leave(transfer.sender, self.agenda.now)
         self._sharing[connection] -= 1
         if not self._sharing[connection]:
             del self._sharing[connection], self._in_flight[connection]

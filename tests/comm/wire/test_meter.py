@@ -159,6 +159,16 @@ def test_an_upload_that_a_latency_measured_too_long_has_excused_is_judged_again_
     assert meter.typical_up() == pytest.approx(0.6e6, rel=0.1)
 
 
+def test_an_upload_is_not_judged_again_by_a_latency_that_a_busy_uplink_has_made_longer() -> None:
+    """Of four far homes of 10 M, one uplink counted as 2.5 times as fast as it was."""
+    meter = uploaded((A, 0.6e6))
+    for _ in range(LATENCIES):
+        meter.saw(A, 1.0, 1.0, 100, 100)
+    assert meter.latency_s(A) == 1.0
+    assert meter.typical_up() == pytest.approx(0.6e6, rel=0.1)
+    assert meter.pace() == pytest.approx(PACED * 0.6e6, rel=0.1)
+
+
 def test_where_uploads_differ_the_others_downlinks_were_the_limit() -> None:
     assert uploaded((A, 0.6e6), (B, 1.2e6)).pace() is None
 

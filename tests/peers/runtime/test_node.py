@@ -644,3 +644,11 @@ def test_a_node_that_starts_again_goes_on_with_what_it_has_seen() -> None:
     played = Played("pull", "joining")
     setup = dataclasses.replace(played.node.setup, seen=(row,))
     assert Node(setup).own_record.compose("joining", NOW).standing.seen == (row,)
+
+
+def test_a_node_that_starts_again_goes_on_with_the_tokens_that_it_claims() -> None:
+    """Else `claims` of the ledger, and the total on others' live pages, began again at each restart."""
+    played = Played("pull", "training")
+    node = Node(dataclasses.replace(played.node.setup, trained_tokens=700))
+    node.progress.tokens = 50
+    assert node.own_record.compose("training", NOW).tokens == 750

@@ -83,7 +83,7 @@ def test_a_local_swarm_is_refused_in_the_same_words(keys: tuple[str, ...], other
 def test_the_line_that_began_the_run_is_accepted_again(keys: tuple[str, ...]) -> None:
     folder = begun(keys)
     flags = StartFlags(overrides=keys)
-    flags.require_consistent(StateFolder(folder).read_run(flags.own), folder)
+    assert flags.require_consistent(StateFolder(folder).read_run(flags.own), folder) == []
     line = [part for one in keys for part in ("--set", one)]
     local.check_run(local.parse(line), Path("swarm"))
 
@@ -129,6 +129,9 @@ def test_the_line_that_began_the_run_is_accepted_after_flags_have_changed_what_i
         assert kept is not None
         StateFolder(folder).write_run(*kept)
         assert kept[1].own_inputs.upload == (changed.upload or str(Path("copies").absolute()))
+    warned = repeated.require_consistent(kept, folder)
+    assert len(warned) == bool(changed.upload) + bool(changed.data)
+    assert all(" is not used: a later start has set it to " in one and str(folder) in one for one in warned)
     said = refusal(folder, StartFlags(overrides=(*TEXT, "train.upload=elsewhere")))
     assert "not elsewhere; leave train.upload out" in said
 

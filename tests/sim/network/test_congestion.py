@@ -131,6 +131,36 @@ def test_two_transfers_on_one_connection_share_its_window(world: World) -> None:
     assert alone_s < ROUND_TRIP_S < world.took_s["two"]
 
 
+def test_when_transfers_end_one_by_one_the_last_has_the_whole_window_of_the_connection(world: World) -> None:
+    """It kept its own part, so that fourteen transfers at once left a fourteenth of the window to the next one."""
+    world.links.windows[A, B] = CongestionWindow(140e3, ceiling=140e3)
+    for number in range(14):
+        world.send(f"{number}", (number + 1) * 20e3)
+    world.after(30.0)
+    assert len(world.took_s) == 14
+    assert world.links.windows[A, B].size >= 140e3
+
+
+def test_transfers_that_begin_together_have_no_more_in_flight_than_the_window() -> None:
+    window = CongestionWindow(8 * FIRST_WINDOW)
+    for _ in range(8):
+        window.sender(SIZE, RATE, ROUND_TRIP_S)
+    assert window.whole == pytest.approx(8 * FIRST_WINDOW)
+
+
+def test_other_transfers_do_not_count_as_a_pause_of_a_connection() -> None:
+    window = CongestionWindow(8 * FIRST_WINDOW)
+    window.sender(SIZE, RATE, ROUND_TRIP_S)
+    window.use(100.0, ROUND_TRIP_S)
+    assert window.whole == 8 * FIRST_WINDOW
+
+
+def test_slow_start_after_a_pause_goes_up_to_three_quarters_of_the_window_before_it() -> None:
+    window = CongestionWindow(8 * FIRST_WINDOW, ceiling=FIRST_WINDOW)
+    window.use(100.0, ROUND_TRIP_S)
+    assert window.ceiling == 6 * FIRST_WINDOW
+
+
 def test_a_small_message_waits_behind_what_is_in_the_queue(world: World) -> None:
     world.send("bulk", 5e6)
     world.after(3.0)
