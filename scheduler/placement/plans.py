@@ -24,7 +24,8 @@ one of these peers publishes a later change, the plan is not followed any more, 
 
 **Search.** A peer searches for a better plan when the swarm has changed: a peer has joined or left, or says that its
 speed or memory has changed (`Profile.changed`). It first waits for a pause, so that measurements catch up, and for a
-random back-off, so that mostly one peer proposes a plan before others search. While a layer has no holder, nothing is
+random back-off, so that mostly one peer proposes a plan before others search. One search may miss the best plan, so
+SEARCHES_AGAIN of the peers that have adopted another's plan search later, too. While a layer has no holder, nothing is
 planned, as recovery takes it over (scheduler/placement/recover.py). If recovery is stuck, a search is due soon, and
 again when a peer comes or goes. Then any plan in which all layers have holders is better than staying, so a peer that
 hears of a plan evaluates it before it searches.
@@ -77,6 +78,8 @@ MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most th
 PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
 STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due at this interval
 REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
+SEARCHES_AGAIN = 6.0  # about this many peers search beside an adopted plan, as one search may miss the best one
+SEARCH_AGAIN_S = 60.0  # they do so within this time after REPLAN_REST_S, one after the other
 STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 
 
@@ -125,6 +128,7 @@ class SearchSchedule:
     chance: Random
     at: Seconds | None = None  # when the next search is due; None if nothing has changed
     change: str = ""
+    again_at: Seconds | None = None  # when a search is due although nothing has changed; None: no such search
     _last_searched: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
     _latest: Mapping[PeerId, TrainingPeer] = field(default_factory=dict)
     _changed_at: Seconds = 0.0
@@ -135,7 +139,7 @@ class SearchSchedule:
 
     def is_due(self, now: Seconds) -> bool:
         """Return whether a search is due."""
-        return self.at is not None and now >= self.at
+        return any(at is not None and now >= at for at in (self.at, self.again_at))
 
     def observe(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
         """Schedule a search if the swarm has changed, or postpone a scheduled search if the swarm is still changing."""
@@ -171,22 +175,26 @@ class SearchSchedule:
         self._backoff_s = PLAN_BACKOFF_S * self.chance.random()
         self.at = now + (PLAN_PAUSE_S if gone or other else NEWCOMER_PAUSE_S) + self._backoff_s
 
-    def begin(self, members: Mapping[PeerId, TrainingPeer]) -> str:
-        """Record that a search among plans for this swarm begins, and return the change that caused it.
+    def begin(self, members: Mapping[PeerId, TrainingPeer], searches: bool = True) -> str:
+        """Record that an evaluation of plans for this swarm begins, and return the change that caused it, in words.
 
-        No search is due until the swarm changes again.
+        No other search is due until the swarm changes again, but for that of `again_at` unless the evaluation searches.
         """
-        change, self.change = self.change, ""
+        self.again_at = None if searches else self.again_at
+        change, self.change = self.change or "searched again", ""
         self._last_searched, self.at = dict(members), None
         return change
 
-    def adopted(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> None:
+    def adopted(self, members: Mapping[PeerId, TrainingPeer], now: Seconds, ours: bool) -> None:
         """Cancel a scheduled search, because a plan was adopted that names these peers; others count as new to it.
 
-        For REPLAN_REST_S, changes of speeds alone do not cause a new search.
+        For REPLAN_REST_S, changes of speeds alone do not cause a new search. Then, unless the plan is `ours`, one more
+        search is due with such a probability that about SEARCHES_AGAIN of the peers search.
         """
         self.begin(members)
         self._rest_until = now + REPLAN_REST_S
+        again = not ours and self.chance.random() * len(members) < SEARCHES_AGAIN
+        self.again_at = self._rest_until + SEARCH_AGAIN_S * self.chance.random() if again else None
 
 
 class RosterAges(Protocol):
@@ -325,7 +333,7 @@ class SwarmPlans:
         self._number += 1
         proposals = tuple(known.plan for known in self.known.values() if not known.plan.is_outdated(members))
         has_new, self._has_new = self._has_new, False
-        change = self.search.begin(members) if searches or (has_new and self.search.at is None) else ""
+        change = self.search.begin(members, searches) if searches or (has_new and self.search.at is None) else ""
         self._pending = PendingEvaluation(self._number, proposals, dict(members), change, searches)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.links, self.least_holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
@@ -354,7 +362,8 @@ class SwarmPlans:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
         self.adopted, self._move_at = best, max(now, min(now, best.time) + FIRST_MOVE_WAIT_S)
         named = {PeerId(peer) for peer, _, _ in best.spans}
-        self.search.adopted({peer: one for peer, one in asked.members.items() if peer in named}, now)
+        known = {peer: one for peer, one in asked.members.items() if peer in named}
+        self.search.adopted(known, now, best is ours)
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]
 

@@ -9,10 +9,11 @@ from decentral.scheduler.topology.arrays import Ints
 ROUND_MOVES = 100  # moves between two looks at the budget; they count as one round of the budget
 LEAST_STEPS = 100  # an annealing has at least this many moves per peer, unless the budget ends
 PART = 0.25  # an annealing has at least this share of the moves of all earlier ones together, so it cools more slowly
-SMOOTH_WEIGHTS = (
-    0.7,
-    0.3,
-)  # weights of the soft minimum, used in turn: 0.7 suits unequal peers, 0.3 swarms with little spare memory
+# Weights of the soft minimum: 0.7 suits unequal peers, 0.3 swarms with little spare memory, 1 slow links.
+SMOOTH_WEIGHTS = (0.7, 0.3, 1.0)
+WEIGHT_TURNS = (
+    4  # after the first of each weight, one in this many annealings takes them in turn; the others use the best one
+)
 HOT, COLD = 0.03, 0.0015  # first and last temperature, as shares of the best estimate
 
 
@@ -44,7 +45,7 @@ def annealed(trials: Trials, spans_N2: Ints, part: float, hot: float) -> Candida
     problem, rng = trials.problem, trials.rng
     peers, layers = problem.reach_NL.shape
     steps = trials.affordable(max(LEAST_STEPS * peers, int(part * trials.steps)), ROUND_MOVES)
-    smooth = SMOOTH_WEIGHTS[trials.next_annealing() % len(SMOOTH_WEIGHTS)]
+    smooth = smooth_weight(trials)
     reach = problem.reach_NL.tolist()
     spans_N2 = spans_N2.copy()
     rows = [(int(first), int(last)) for first, last in spans_N2]
@@ -70,4 +71,18 @@ def annealed(trials: Trials, spans_N2: Ints, part: float, hot: float) -> Candida
             for peer, _, _ in changes:
                 spans_N2[peer] = rows[peer]
     ends = [problem.repaired(one) for one in (best_N2, spans_N2)]
-    return max(trials.begun(ends), key=lambda one: one.value) if trials.goes_on() else None
+    if not trials.goes_on():
+        return None
+    found = max(trials.begun(ends), key=lambda one: one.value)
+    trials.annealed_to[smooth] = max(found.value, trials.annealed_to.get(smooth, found.value))
+    return found
+
+
+def smooth_weight(trials: Trials) -> float:
+    """Return the weight of the soft minimum for the annealing that begins: one in turn, or the best one so far."""
+    number, many = trials.next_annealing(), len(SMOOTH_WEIGHTS)
+    if number < many:
+        return SMOOTH_WEIGHTS[number]
+    if number % WEIGHT_TURNS == 0:
+        return SMOOTH_WEIGHTS[number // WEIGHT_TURNS % many]
+    return max(SMOOTH_WEIGHTS, key=lambda weight: trials.annealed_to.get(weight, -math.inf))

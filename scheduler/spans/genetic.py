@@ -34,7 +34,7 @@ def search(trials: Trials, starts: list[Ints]) -> None:
         _offer(pool, climbed(trials, pool[0], PATIENCE * peers))
     number = 0
     while trials.goes_on():
-        if number % FRESH == 0 or len(pool) < 2:
+        if number % FRESH == FRESH - 1 or len(pool) < 2:
             child = annealing.annealed(trials, annealing.begin(trials), annealing.PART, annealing.HOT)
         else:
             one, two = trials.rng.choice(len(pool), 2, replace=False)

@@ -1,6 +1,6 @@
 """Evaluate spans within a budget: `Trials`, the state that all searches for spans share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from decentral.scheduler.topology.search_budget import SearchProgress
 
 SLIGHTLY = 1e-9  # values that differ by a smaller share than this count as equal
 LIMITS_A_ROUND = 100  # this many calls of `Trials.excluded` count as one round of the budget
-LIMIT_GUIDES = 4  # a call of `Trials.excluded`, with the move before it, takes this many times as long as a guide
+LIMIT_GUIDES = 5  # a call of `Trials.excluded`, with the move and the guide before it, takes as long as so many guides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,7 @@ class Trials:
     best: Candidate | None = None
     steps: int = 0  # moves that annealing has tried
     annealings: int = 0  # number of annealings that have begun
+    annealed_to: dict[float, float] = field(default_factory=dict)  # weight of the soft minimum -> its best throughput
     limits: int = 0  # number of calls of `excluded`
     longest_s: float = 0.0  # most of the budget that an evaluation has taken; a search ends early enough for one more
 

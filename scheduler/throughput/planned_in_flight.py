@@ -26,6 +26,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
+from decentral.comm.pipeline.execution_table import MOST_AWAITED, PATIENT_STEPS, PATIENT_TIMES
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import Config
 from decentral.core.jobs import MOST_UNDER_WAY
@@ -36,7 +37,9 @@ from decentral.scheduler.throughput.routes import Hop
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 WAITING = 1.0  # a micro-batch waits for a device this many times as long as it computes there
-WAITING_FOR_STEPS = 2.0  # the same where a micro-batch waits for steps, too; measured with benchmarks.tight_swarms
+# The same for a device of several origin peers that always computes or pauses for steps. The queue of a device that is
+# idle at times is shorter: it is multiplied by the square of the share of busy time. Measured with tight_swarms.
+WAITING_FOR_STEPS = 4.0
 BESIDE_STEPS = (
     0.7  # share of their flow that origin peers on others' routes carry beside pauses for steps; measured, too
 )
@@ -84,13 +87,23 @@ class Pipeline:
         size = int(self.tokens * costs.hidden_bytes)
         return round_trip_s + 2 * transfer_s(size, float(rate), round_trip_s)
 
-    def kept_s(self, hops: Sequence[Hop], waiting: float = WAITING) -> list[float]:
-        """Return, for each hop of a route, the seconds for which a micro-batch occupies the hop's memory."""
+    def kept_s(self, hops: Sequence[Hop], waiting: Floats | float = WAITING) -> list[float]:
+        """Return, for each hop of a route, the seconds for which a micro-batch occupies the hop's memory.
+
+        Args:
+            hops: The route.
+            waiting: A micro-batch waits for a device this many times as long as it computes there; one number for all
+                peers, or one for each.
+        """
+        waiting_N = np.broadcast_to(waiting, self.costs.peers)
         links = [
             self.link_s(one[0], next_one[0], max(map(self._gossip, (one, next_one))))
             for one, next_one in itertools.pairwise(hops)
         ]
-        each = [(1 + waiting) * self.passes_s(hop) + link for hop, link in zip(hops, [*links, 0.0], strict=True)]
+        each = [
+            (1 + float(waiting_N[hop[0]])) * self.passes_s(hop) + link
+            for hop, link in zip(hops, [*links, 0.0], strict=True)
+        ]
         return list(itertools.accumulate(reversed(each)))[::-1]
 
     def _gossip(self, hop: Hop) -> float:
@@ -109,15 +122,23 @@ class Pipeline:
         larger = float(activation_L[held[0] : held[1]].sum() / activation_L[first:last].sum())
         return min(MOST_UNDER_WAY, places * larger)
 
-    def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]], waiting: float = WAITING) -> Floats:
+    def carried(
+        self,
+        paths: Sequence[Path],
+        spans_N2: Sequence[tuple[int, int]],
+        waiting: Floats | float = WAITING,
+        slower_N: Floats | None = None,
+    ) -> Floats:
         """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible.
 
         Args:
             paths: The routes, with the tokens/s that each may carry at most.
             spans_N2: Each peer's layers.
-            waiting: A micro-batch waits for a device this many times as long as it computes there.
+            waiting: As in `kept_s`.
+            slower_N: The result of `_slower_by_pauses`; None: no device pauses.
         """
         rates, peers = np.array([rate for rate, _ in paths]), self.costs.peers
+        slower_N = np.ones(peers) if slower_N is None else slower_N
         uses = [  # (row, route, share of the row's limit that a token/s takes)
             use
             for route, (_, hops) in enumerate(paths)
@@ -125,7 +146,7 @@ class Pipeline:
             for hop, kept in zip(hops, self.kept_s(hops, waiting), strict=True)
             for use in (
                 (hop[0], route, kept / self.tokens / self.capacity(hop, spans_N2[hop[0]])),
-                (peers + hop[0], route, self.passes_s(hop) / self.tokens),
+                (peers + hop[0], route, float(slower_N[hop[0]]) * self.passes_s(hop) / self.tokens),
             )
         ]
         if not uses:
@@ -211,8 +232,10 @@ def in_rounds(
 
     where part_r is the share of the origin peer's micro-batches that take route r, flow is what its routes carry
     together, and E[longest] is the expected longest time, without queues, of F random micro-batches. An origin peer on
-    others' routes pauses for fewer steps (`ExecutionTable.step_waits`): BESIDE_STEPS * flow. Several origin peers share
-    the memory of hops (`Pipeline.carried`).
+    others' routes pauses for fewer steps (`ExecutionTable.step_waits`): BESIDE_STEPS * flow.
+
+    Hops of several origin peers pause outside these rounds, so that their devices and with them the flow are slower
+    (`_slower_by_pauses`). They also share their memory (`Pipeline.carried`).
 
     Args:
         pipeline: The costs of a micro-batch.
@@ -226,6 +249,11 @@ def in_rounds(
         if len(hops) > 1 and rate > 0:
             by_origin[hops[0][0]].append(route)
     visited = {peer for _, hops in paths for peer, _, _ in hops[1:]}
+    slower_N = _slower_by_pauses(pipeline, paths, accumulate)
+    if len(by_origin) > 1:
+        use_N = _use(pipeline, paths, slower_N)
+        most_used = [max(float(use_N[peer]) for peer, _, _ in hops) for _, hops in paths]
+        rates = np.where([len(hops) > 1 for _, hops in paths], rates / np.maximum(1.0, most_used), rates)
     for origin, own in by_origin.items():
         if origin in visited:
             rates[own] *= BESIDE_STEPS
@@ -245,7 +273,48 @@ def in_rounds(
     if len(by_origin) < 2:
         return rates
     limited = [(rate, hops) for rate, (_, hops) in zip(rates.tolist(), paths, strict=True)]
-    return pipeline.carried(limited, spans_N2, WAITING_FOR_STEPS)
+    waiting_N = WAITING_FOR_STEPS * np.minimum(1.0, _use(pipeline, limited, slower_N)) ** 2
+    for peer in {peer for _, hops in paths for peer, _, _ in hops}:  # a queue is no longer than its memory has places
+        places = pipeline.capacity((peer, *spans_N2[peer]), spans_N2[peer])
+        waiting_N[peer] = min(waiting_N[peer], places - 1)
+    return pipeline.carried(limited, spans_N2, waiting_N, slower_N)
+
+
+def _slower_by_pauses(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Floats:
+    """Return how many times as long, (N,), a micro-batch occupies each device as it computes there; 1 without pauses.
+
+    A hop of several origin peers never sees all of their micro-batches decided, so it pauses for its steps. It begins a
+    pause when it has gradients of G micro-batches, and ends it when those in flight behind it are committed, after
+    P = (kept_0 + kept_h) / 2 seconds without queues (`with_steps`). A device that computes all the time but for pauses
+    has P / passes_s in flight by Little's law, so with the constants of `ExecutionTable.step_waits`:
+
+        G = max(min(MOST_AWAITED, PATIENT_TIMES * P / passes_s), PATIENT_STEPS * accumulate - 1)
+        seconds of a micro-batch = passes_s + P / G
+    """
+    users: dict[int, set[int]] = defaultdict(set)  # peer -> the origin peers of the routes through it
+    sums_N3 = np.zeros((pipeline.costs.peers, 3))  # tokens/s, and times these the seconds of a pause and of the passes
+    for rate, hops in (path for path in paths if len(path[1]) > 1):
+        kept_s = pipeline.kept_s(hops, 0.0)
+        for (peer, first, last), one in zip(hops, kept_s, strict=True):
+            users[peer].add(hops[0][0])
+            sums_N3[peer] += rate, rate * (kept_s[0] + one) / 2, rate * pipeline.passes_s((peer, first, last))
+    visited = {peer for _, hops in paths for peer, _, _ in hops[1:]}
+    slower_N = np.ones(pipeline.costs.peers)
+    for peer in visited:
+        rate, pause_s, passes_s = sums_N3[peer] / max(1e-9, sums_N3[peer, 0])
+        if len(users[peer]) > 1 and rate > 0:
+            most = min(float(MOST_AWAITED), PATIENT_TIMES * pause_s / passes_s)
+            slower_N[peer] += pause_s / max(most, PATIENT_STEPS * accumulate - 1) / passes_s
+    return slower_N
+
+
+def _use(pipeline: Pipeline, paths: Sequence[Path], slower_N: Floats) -> Floats:
+    """Return the share of its time, (N,), in which each device computes or pauses; above 1 if that is too much."""
+    use_N = np.zeros(pipeline.costs.peers)
+    for rate, hops in paths:
+        for hop in hops:
+            use_N[hop[0]] += rate / pipeline.tokens * pipeline.passes_s(hop)
+    return use_N * slower_N
 
 
 def _longest_s(seconds: Sequence[float], parts: Floats, count: float) -> float:

@@ -284,9 +284,9 @@ def test_plans_are_judged_again_until_the_one_that_is_followed_is_carried_out() 
     judge.judges(proposals, {"B": 118.0, "C": 125.0}, 150.0, stay=100.0)
     assert judge.plans.adopted == proposals["C"]
     moved = {**EVEN, PeerId("A"): replace(EVEN[PeerId("A")], held=range(1, 2))}
-    for now in (200.0, 250.0):  # where somebody has moved they are judged twice
+    for now in (200.0, 250.0, 300.0):  # where somebody has moved they are judged twice, and once after a last search
         judge.judges(proposals, {"B": 118.0, "C": 125.0}, now, stay=100.0, members=moved)
-    assert judge.hears(proposals, 300.0, moved) == []
+    assert judge.hears(proposals, 350.0, moved) == []
 
 
 def test_each_change_of_mind_between_two_plans_leaves_twice_the_time_for_moves() -> None:
