@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -27,6 +28,9 @@ from decentral.core.plain_text import error_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+# hivemind 1.1.12 calls torch.jit.script as it loads; since torch 2.14, that would warn the users of every command.
+warnings.filterwarnings("ignore", message=r".torch\.jit\.script. is deprecated", category=FutureWarning)
 
 T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names

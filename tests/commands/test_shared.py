@@ -352,3 +352,11 @@ def test_a_table_in_a_pipe_keeps_each_row_on_one_line(
         shared.result_console().print(table)
         lines[columns] = len(capsys.readouterr().out.strip().splitlines())
     assert lines[None] == 1 < lines["80"]
+
+
+@pytest.mark.parametrize(("said", "shown"), [("`torch.jit.script` is deprecated. Please", False), ("other", True)])
+def test_users_see_no_warning_that_a_library_raises_as_it_loads(said: str, shown: bool) -> None:
+    """torch 2.14 shows this one for hivemind; torch 2.13 still hid it."""
+    program = f"import decentral.commands.shared, warnings; warnings.warn({said!r}, FutureWarning)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert (said in done.stderr) == shown
