@@ -203,7 +203,8 @@ def _played(
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
     rates = play(run, topology, machines, plan, least_s, budget)
     by_cores = least_s > run.gossip.window_s
-    pairs = between_windows(rates, run.gossip.window_s, gossip.cycle_s).within(topology)
+    eased = [_gossip(run, topology, machines, spans, ease) for ease in (1.0, *EASE)]
+    pairs = between_codes(between_windows(rates, run.gossip.window_s, gossip.cycle_s), eased).within(topology)
     return rates, pairs, tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
 
 
@@ -222,6 +223,20 @@ def between_windows(rates: Rates, window_s: float, cycle_N: Floats) -> PairTraff
     )
     low_NN = rates.sent_NN * period_NN / longer_NN / BYTES_RANGE
     return PairTraffic(rates.sent_NN, low_NN, rates.sent_NN * period_NN / shorter_NN * BYTES_RANGE)
+
+
+def between_codes(pairs: PairTraffic, cases: Sequence[PredictedGossip]) -> PairTraffic:
+    """Return traffic whose range includes that of `cases`, for each peer that has not the same code in all of them.
+
+    Its link is about as fast as windows in the dense code need, so it may use that code or a shorter one.
+    """
+    low_NN, high_NN = pairs.low_NN.copy(), pairs.high_NN.copy()
+    sent_CNN = np.stack([one.sent_NN for one in cases])
+    for peer, codes in enumerate(zip(*(one.codes for one in cases), strict=True)):
+        if len({*codes}) > 1:
+            low_NN[peer] = np.minimum(low_NN[peer], sent_CNN[:, peer].min(0) / BYTES_RANGE)
+            high_NN[peer] = np.maximum(high_NN[peer], sent_CNN[:, peer].max(0) * BYTES_RANGE)
+    return PairTraffic(pairs.mid_NN, low_NN, high_NN)
 
 
 def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:

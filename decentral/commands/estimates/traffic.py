@@ -55,6 +55,7 @@ class PredictedGossip:
     cycle_s: Floats  # (N,) for each peer: the shortest time between windows that its steps and transfers allow, seconds
     cores_s: Floats  # (N,) seconds between two windows if only the peer's processor limited them
     bound: tuple[str, ...]  # what lengthens each peer's windows: link, cores, swarm or steps; "" if nothing does
+    codes: tuple[str, ...]  # by peer: the code of its windows
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
 
 
@@ -103,7 +104,7 @@ def traffic(
     slow = cycle_N > np.array(periods_s) * 1.01
     why = tuple("steps" if late else why for late, why in zip(slow, bound, strict=True))
     cores_N = np.array([one.cores * gossip.window_s for one in found])
-    return PredictedGossip(np.maximum(periods_s, cycle_N), cycle_N, cores_N, why, sent_NN)
+    return PredictedGossip(np.maximum(periods_s, cycle_N), cycle_N, cores_N, why, tuple(codes), sent_NN)
 
 
 def _code(gossip: GossipConfig, thin: bool) -> str:

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from decentral.commands.estimates.estimating import held
-from decentral.commands.estimates.forecast import BYTES_RANGE, between_windows
+from decentral.commands.estimates.forecast import BYTES_RANGE, between_codes, between_windows
 from decentral.commands.estimates.machines import with_micro_batch
 from decentral.commands.estimates.places import MBIT, groups_of, topology_of
 from decentral.commands.estimates.playing import Rates
 from decentral.commands.estimates.sizes import with_shape
+from decentral.commands.estimates.traffic import PredictedGossip
 from decentral.core import config
 
 SENT_NN = np.array([[0.0, 100.0], [300.0, 0.0]])
@@ -32,6 +33,21 @@ def test_steps_that_are_longer_than_windows_set_the_pace_whatever_their_length()
     found = between_windows(Rates(1.0, SENT_NN, ((0.5, ""), (0.5, ""))), 0.25, np.full(2, 6.0))
     assert found.low_NN[0, 1] == pytest.approx(100 / BYTES_RANGE)
     assert found.high_NN[0, 1] == pytest.approx(100 * BYTES_RANGE)
+
+
+def test_a_peer_that_may_use_a_shorter_code_or_not_may_send_what_either_takes() -> None:
+    """Of four homes with 20 Mb/s up, one sent a third of what the others sent, and another one in the next run."""
+    played = between_windows(Rates(1.0, SENT_NN, ((0.5, ""), (0.5, ""))), 0.5, NO_CYCLE)
+    same = np.full(2, 0.5), NO_CYCLE, NO_CYCLE, ("", "")
+    cases = [
+        PredictedGossip(*same, codes, times * SENT_NN)
+        for codes, times in [(("q4", "q4"), 1.0), (("q1", "q4"), 0.4), (("q4", "q4"), 2.0)]
+    ]
+    found = between_codes(played, cases)
+    assert found.low_NN[0, 1] == pytest.approx(0.4 * 100 / BYTES_RANGE)
+    assert found.high_NN[0, 1] == pytest.approx(2 * 100 * BYTES_RANGE)
+    assert found.mid_NN is played.mid_NN
+    assert [found.low_NN[1, 0], found.high_NN[1, 0]] == [played.low_NN[1, 0], played.high_NN[1, 0]]
 
 
 def test_no_case_has_more_bytes_than_the_link_carries() -> None:
