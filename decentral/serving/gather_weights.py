@@ -31,7 +31,7 @@ from decentral.core.synthetic import Blob
 from decentral.engine import checkpoint, measure, memory
 from decentral.engine.fragment import fragments_of
 from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.startup import state
 from decentral.peers.startup.invitation_files import read_holding
 from decentral.peers.startup.visit import VisitedSwarm, visit
@@ -198,7 +198,7 @@ async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """
     for _ in range(RECORD_LOOKS):
         found = await swarm.records()
-        live = {holder: record for holder, record in found.items() if record.phase == "training"}
+        live = {holder: record for holder, record in found.items() if record.phase == PeerPhase.TRAINING}
         if live and all(contact in live for contact in swarm.contacts):
             return live
         await asyncio.sleep(RECORD_LOOK_S)

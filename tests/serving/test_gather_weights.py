@@ -21,7 +21,7 @@ from decentral.engine import memory
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.fragment import Live
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.serving import gather_weights
 from decentral.serving.gather_weights import HolderWeights
 
@@ -54,7 +54,7 @@ class Serving:
     def gathered(self, copies: int, **spans: tuple[int, int]) -> list[HolderWeights]:
         """What peers with these layers give."""
         live = {
-            PeerId(name): PeerRecord(RUN, 1.0, (), PROFILE, *span, 0, 0, 0, phase="training")
+            PeerId(name): PeerRecord(RUN, 1.0, (), PROFILE, *span, 0, 0, 0, phase=PeerPhase.TRAINING)
             for name, span in spans.items()
         }
         transport: Transport = self  # type: ignore[assignment]

@@ -22,6 +22,7 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.times import duration
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerPhase
 from decentral.view.page.goal import amount_of, goal_json, towards_time
 from decentral.view.page.leaders import LEADER_ROW, Leaders
 from decentral.view.page.link_view import LINK_ROW, LinkTable
@@ -280,7 +281,7 @@ class SwarmView:
         links = (MeasuredLink(end, rate, latency_ms / 1e3) for end, rate, latency_ms in record.standing.links)
         for partner in self._measured(view, links):
             self.links.exchanged(view.number, partner.number, t, "")
-        if view.become("training" if record.phase == "training" else "joining", t):
+        if view.become("training" if record.phase is PeerPhase.TRAINING else "joining", t):
             self.events.add(t, view.number, journal.GOOD, "is present")
 
     def _missed(self, t: Seconds, peer: str, why: str, certain: bool = False) -> None:
