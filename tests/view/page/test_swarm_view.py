@@ -72,6 +72,14 @@ def test_a_row_says_what_the_journal_said(told: Told) -> None:
     assert (row["shares"][:2], row["mfu"]) == ([0.9, 0.1], 0.4)
 
 
+def test_a_browser_learns_which_states_count_as_live(told: Told) -> None:
+    told.training(A)
+    told.line(A, 3.0, "stopped", reason="signal")
+    for state in ("joining", "training", "left", "silent", "ended"):
+        told.view.peers[A].state = state
+        assert (state in told.view.snapshot()["live_states"]) is told.view.peers[A].live
+
+
 def test_tokens_of_all_lives_count_and_exchanges_of_the_present_one(told: Told) -> None:
     told.training(A)
     told.line(A, 2.0, "exchange", partner=B, outcome="done")
