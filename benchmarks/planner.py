@@ -321,7 +321,7 @@ def noisy(seed: int) -> Topology:
     """The eight cities with every link's rate times a lognormal of sigma 0.2, the same both ways."""
     swarm = topology.load("eight-cities")
     noise = np.triu(np.random.default_rng(seed).normal(0, 0.2, (64, 64)), 1)
-    return replace(swarm, bandwidth=swarm.bandwidth * np.exp(noise + noise.T))
+    return replace(swarm, links=swarm.links._replace(bandwidth=swarm.bandwidth * np.exp(noise + noise.T)))
 
 
 def mixed(seed: int) -> Topology:

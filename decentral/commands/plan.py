@@ -12,10 +12,11 @@ import asyncio
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -65,20 +66,31 @@ History = Mapping[str, Sequence[tuple[float, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Objective(ABC):
     """One value of `--objective`: how its plans are found, compared and shown."""
 
     help: str
-    solvers: tuple[str, ...]  # typed here, since the solvers' modules load scipy; the first is the default
+    solvers: tuple[str, ...]  # typed here, since the solvers' modules load scipy
     unit: str  # of the number by which plans are compared
     compared: str  # name of this number
     baseline: str  # name of the number of `Plan.baselines`
     digits: str  # format of this number in a comparison
     most_is_best: bool
     searched_share: float  # share of --seconds that the search gets
-    plan: Callable[[Topology, LiveSwarm | None, argparse.Namespace, SearchBudget], Plan]
-    records: Callable[[Topology, LiveSwarm | None, argparse.Namespace], tuple[History, str]]  # with a title
-    tables: Callable[[Any, Mapping[str, str]], list[Table]]  # of a plan of its class, and each peer's region
+
+    @abstractmethod
+    def plan(
+        self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
+    ) -> Plan:
+        """Return the best plan that the chosen solver finds within the budget; `swarm`: with --join, the live swarm."""
+
+    @abstractmethod
+    def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
+        """Return the history of each solver on the topology, and the title of their comparison."""
+
+    @abstractmethod
+    def tables(self, plan: Plan, region: Mapping[str, str]) -> list[Table]:
+        """Return the tables that show a plan of this objective; `region` has each peer's region."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,31 +164,6 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
         return objective.plan(topology, swarm, options, budget)
 
 
-def _sync_plan(
-    topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
-) -> SyncPlan:
-    from decentral.scheduler.sync.step_needs import UTILISATION
-    from decentral.scheduler.sync.sync_plan import sync_plan
-
-    utilisation = UTILISATION if swarm is None else 1.0  # live peers' FLOP/s are those of training
-    return sync_plan(topology, options.solver, options.seed, budget, utilisation)
-
-
-def _throughput_plan(
-    topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
-) -> ThroughputPlan:
-    from decentral.commands.estimates import judging
-    from decentral.scheduler.throughput.plan import throughput_plan
-
-    config = load_config(options.model) if options.model or swarm is None else swarm.config
-    played_s = judging.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
-    judge = judging.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
-    utilisation = layer_costs.UTILISATION if swarm is None else 1.0
-    now = None if options.model or swarm is None else swarm.spans
-    solver, seed, holders = options.solver, options.seed, options.holders
-    return throughput_plan(topology, config, solver, seed, budget, holders, utilisation, now, judge)
-
-
 def _objective(options: argparse.Namespace) -> str:
     return options.objective or ("throughput" if options.model or options.join else "sync")
 
@@ -235,25 +222,6 @@ def _compare(topology: Topology, swarm: LiveSwarm | None, options: argparse.Name
     shared.result_console().print(table)
 
 
-def _sync_records(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
-    from decentral.scheduler.sync.sync_plan import solver_records
-
-    return solver_records(topology, options.seed, options.seconds, time.monotonic), "all solvers"
-
-
-def _throughput_records(
-    topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace
-) -> tuple[History, str]:
-    from decentral.scheduler.throughput import solvers
-    from decentral.scheduler.throughput.plan import problem_of
-
-    config = load_config(options.model) if options.model or swarm is None else swarm.config
-    utilisation = layer_costs.UTILISATION if swarm is None else 1.0
-    problem = problem_of(topology, config, options.holders, utilisation)
-    records = solvers.solver_records(problem, options.seed, options.seconds, time.monotonic)
-    return records, f"all solvers; no plan exceeds {problem.bound():.5g} tokens/s"
-
-
 def _show(plan: Plan, topology: Topology, console: Console) -> None:
     """Print the plan as tables, and its reason."""
     region = {peer: plain_text(name) for peer, name in zip(topology.ids, topology.regions, strict=True)}
@@ -268,35 +236,85 @@ def _show(plan: Plan, topology: Topology, console: Console) -> None:
     console.print(plain_text(plan.reason, PLAN_REASON_CHARS))
 
 
-def _sync_tables(plan: SyncPlan, region: Mapping[str, str]) -> list[Table]:
-    """Return a table of the first ROWS stages, with their peers counted by region, and one of the pairs tried."""
-    table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
-    for number, stage in enumerate(plan.stages[:ROWS]):
-        names = [region[peer] for peer in stage]
-        table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
-    degrees = Table("stages x replicas", "step, s")
-    for pair, seconds in list(plan.degrees.items())[:MOST_PAIRS]:
-        degrees.add_row(pair, f"{seconds:.5g}")
-    return [table, degrees] if plan.degrees else [table]
+class SyncObjective(Objective):
+    """The shortest synchronous step."""
+
+    def plan(
+        self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
+    ) -> SyncPlan:
+        """Return the plan with the shortest step that the solver finds."""
+        from decentral.scheduler.sync.step_needs import UTILISATION
+        from decentral.scheduler.sync.sync_plan import sync_plan
+
+        utilisation = UTILISATION if swarm is None else 1.0  # live peers' FLOP/s are those of training
+        return sync_plan(topology, options.solver, options.seed, budget, utilisation)
+
+    def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
+        """Return the history of each solver that takes a swarm of this size."""
+        from decentral.scheduler.sync.sync_plan import solver_records
+
+        return solver_records(topology, options.seed, options.seconds, time.monotonic), "all solvers"
+
+    def tables(self, plan: Plan, region: Mapping[str, str]) -> list[Table]:
+        """Return a table of the first ROWS stages, with their peers counted by region, and one of the pairs tried."""
+        assert isinstance(plan, SyncPlan)
+        table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
+        for number, stage in enumerate(plan.stages[:ROWS]):
+            names = [region[peer] for peer in stage]
+            table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
+        degrees = Table("stages x replicas", "step, s")
+        for pair, seconds in list(plan.degrees.items())[:MOST_PAIRS]:
+            degrees.add_row(pair, f"{seconds:.5g}")
+        return [table, degrees] if plan.degrees else [table]
 
 
-def _throughput_tables(plan: ThroughputPlan, region: Mapping[str, str]) -> list[Table]:
-    """Return a table of the layers and micro-batches of the first ROWS peers."""
-    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
-    table = Table(
-        "peer",
-        "region",
-        "layers",
-        "micro-batch",
-        title=f"{rate:.4g} tokens/s of at most {bound:.4g} ({rate / bound:.1%})",
-    )
-    for peer, (first, last) in list(plan.spans.items())[:ROWS]:
-        table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
-    return [table]
+class ThroughputObjective(Objective):
+    """The most tokens/s of an asynchronous swarm."""
+
+    def plan(
+        self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
+    ) -> ThroughputPlan:
+        """Return the plan with the most tokens/s, as the simulator plays the best that the solver finds."""
+        from decentral.commands.estimates import judging
+        from decentral.scheduler.throughput.plan import throughput_plan
+
+        config = load_config(options.model) if options.model or swarm is None else swarm.config
+        played_s = judging.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
+        judge = judging.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
+        utilisation = layer_costs.UTILISATION if swarm is None else 1.0
+        now = None if options.model or swarm is None else swarm.spans
+        solver, seed, holders = options.solver, options.seed, options.holders
+        return throughput_plan(topology, config, solver, seed, budget, holders, utilisation, now, judge)
+
+    def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
+        """Return the history of each solver that takes a swarm of this size; the title has what no plan exceeds."""
+        from decentral.scheduler.throughput import solvers
+        from decentral.scheduler.throughput.plan import problem_of
+
+        config = load_config(options.model) if options.model or swarm is None else swarm.config
+        utilisation = layer_costs.UTILISATION if swarm is None else 1.0
+        problem = problem_of(topology, config, options.holders, utilisation)
+        records = solvers.solver_records(problem, options.seed, options.seconds, time.monotonic)
+        return records, f"all solvers; no plan exceeds {problem.bound():.5g} tokens/s"
+
+    def tables(self, plan: Plan, region: Mapping[str, str]) -> list[Table]:
+        """Return a table of the layers and micro-batches of the first ROWS peers."""
+        assert isinstance(plan, ThroughputPlan)
+        rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+        table = Table(
+            "peer",
+            "region",
+            "layers",
+            "micro-batch",
+            title=f"{rate:.4g} tokens/s of at most {bound:.4g} ({rate / bound:.1%})",
+        )
+        for peer, (first, last) in list(plan.spans.items())[:ROWS]:
+            table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
+        return [table]
 
 
-OBJECTIVES = {
-    SyncPlan.objective: Objective(
+OBJECTIVES: dict[str, Objective] = {
+    SyncPlan.objective: SyncObjective(
         help="shortest synchronous step (default)",
         solvers=("genetic", "annealing", "gcma", "exact"),
         unit="s",
@@ -305,11 +323,8 @@ OBJECTIVES = {
         digits=".5f",
         most_is_best=False,
         searched_share=1.0,
-        plan=_sync_plan,
-        records=_sync_records,
-        tables=_sync_tables,
     ),
-    ThroughputPlan.objective: Objective(
+    ThroughputPlan.objective: ThroughputObjective(
         help="most tokens/s of an asynchronous swarm (default with --model or --join)",
         solvers=("genetic", "annealing", "local", "policy", "exact", "flow", "random"),
         unit="tokens/s",
@@ -318,9 +333,6 @@ OBJECTIVES = {
         digits=".5g",
         most_is_best=True,
         searched_share=SEARCHED_SHARE,
-        plan=_throughput_plan,
-        records=_throughput_records,
-        tables=_throughput_tables,
     ),
 }
 

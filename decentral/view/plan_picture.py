@@ -4,9 +4,9 @@ Start reading at `draw_plan`. Shapes: N peers, S stages, R replicas (pipelines).
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,7 +37,11 @@ def draw_plan(plan: Plan, topology: Topology, file: str) -> None:
     Raises:
         UserError: If matplotlib is not installed, or the file cannot be written.
     """
-    DRAWINGS[plan.objective](plan, topology, file)
+    if isinstance(plan, SyncPlan):
+        _draw_sync(plan, topology, file)
+    else:
+        assert isinstance(plan, ThroughputPlan), f"no picture for objective {plan.objective}"
+        _draw_throughput(plan, topology, file)
 
 
 def _draw_sync(plan: SyncPlan, topology: Topology, file: str) -> None:
@@ -295,9 +299,3 @@ def draw_comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: 
             loc="left",
             color=DIM,
         )
-
-
-DRAWINGS: dict[str, Callable[[Any, Topology, str], None]] = {  # objective -> what draws a plan of its class
-    SyncPlan.objective: _draw_sync,
-    ThroughputPlan.objective: _draw_throughput,
-}

@@ -8,7 +8,7 @@ while all other links are idle.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,33 +61,48 @@ class Site:
 
 
 class LinkMatrices(NamedTuple):
-    """The properties of links, each N x N: from the row's peer to the column's peer. `Topology` has the same fields."""
+    """The properties of links, each N x N: from the row's peer to the column's peer."""
 
-    delay_s: Floats
-    bandwidth: Floats
-    loss: Floats
+    delay_s: Floats  # one way
+    bandwidth: Floats  # bytes/s
+    loss: Floats  # share of packets
+
+    def among(self, peers: Sequence[int]) -> "LinkMatrices":
+        """Return the links between the peers with these numbers, in this order."""
+        return LinkMatrices._make(matrix[np.ix_(peers, peers)] for matrix in self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProperty:
     """How a topology file gives one property of links."""
 
     key: str  # in LinkForm, and in TopologyFile as an N x N matrix
-    in_si: Callable[[Floats], Floats]  # converts the file's unit
-    bounds: str
-    is_valid: Callable[[Floats], Flags]  # whether finite numbers are within the bounds
-    to_itself: float  # of a peer's link to itself
-    inside: float = 0.0  # within a region that has one peer, and no link of its own
+    times: float = 1.0  # the file's number is multiplied by this
+    over: float = 1.0  # and divided by this
+    above_zero: bool = False  # whether 0 is invalid
+    below: float = np.inf
+    to_itself: float = 0.0  # of a peer's link to itself
+    inside: float = 0.0  # the file's number within a region that has one peer, and no link of its own
+
+    @property
+    def bounds(self) -> str:
+        """Return which numbers are valid, as text."""
+        least = "above 0" if self.above_zero else "at least 0"
+        return least if self.below == np.inf else f"{least} and below {self.below:g}"
+
+    def is_valid(self, values: Floats) -> Flags:
+        """Return which of the file's numbers are valid."""
+        return ((values > 0) if self.above_zero else (values >= 0)) & (values < self.below)
+
+    def in_si(self, values: Floats) -> Floats:
+        """Return the file's numbers in SI units."""
+        return values * self.times / self.over
 
 
-LINK_PROPERTIES = {  # one for each field of LinkMatrices
-    "delay_s": LinkProperty("delay_ms", lambda ms: ms / 1e3, "at least 0", lambda ms: ms >= 0, to_itself=0.0),
-    "bandwidth": LinkProperty(
-        "bandwidth_gbps", lambda gbps: gbps * GBIT, "above 0", lambda gbps: gbps > 0, to_itself=np.inf, inside=1.0
-    ),
-    "loss": LinkProperty(
-        "loss", lambda share: share, "at least 0 and below 1", lambda share: (share >= 0) & (share < 1), to_itself=0.0
-    ),
+LINK_PROPERTIES = {  # one for each field of LinkMatrices, in the same order
+    "delay_s": LinkProperty(key="delay_ms", over=1e3),
+    "bandwidth": LinkProperty(key="bandwidth_gbps", times=GBIT, above_zero=True, to_itself=np.inf, inside=1.0),
+    "loss": LinkProperty(key="loss", below=1.0),
 }
 
 
@@ -100,14 +115,27 @@ class Topology:
     devices: tuple[str, ...]
     memory_bytes: Floats
     flops: Floats
-    delay_s: Floats  # N x N, one way, from the row's peer to the column's peer
-    bandwidth: Floats  # N x N, bytes/s from the row's peer to the column's peer
+    links: LinkMatrices
     up: Floats  # bytes/s that each peer sends to all others together; inf: unlimited
     down: Floats  # bytes/s that each peer receives from all others together; inf: unlimited
-    loss: Floats  # N x N, share of packets lost
     workload: Workload | None = None
     sites: tuple[Site, ...] = ()
     costs: tuple[KindCosts, ...] = ()  # each peer's measured costs of the layers of one model; (): none is known
+
+    @property
+    def delay_s(self) -> Floats:
+        """Return each link's delay in seconds, one way, (N, N)."""
+        return self.links.delay_s
+
+    @property
+    def bandwidth(self) -> Floats:
+        """Return each link's rate in bytes/s while all other links are idle, (N, N)."""
+        return self.links.bandwidth
+
+    @property
+    def loss(self) -> Floats:
+        """Return each link's share of packets lost, (N, N)."""
+        return self.links.loss
 
     def __len__(self) -> int:
         """Return the number of peers."""
@@ -122,7 +150,7 @@ class Topology:
         state = hashlib.blake2b(json.dumps([peers, sites, *costs]).encode(), digest_size=16)
         for vector in (self.memory_bytes, self.flops, self.up, self.down):
             state.update(np.ascontiguousarray(vector[order]).tobytes())
-        for matrix in (getattr(self, name) for name in LinkMatrices._fields):
+        for matrix in self.links:
             state.update(np.ascontiguousarray(matrix[np.ix_(order, order)]).tobytes())
         return state.hexdigest()
 
@@ -141,8 +169,6 @@ def sites_of(topology: Topology) -> Ints:
 
 def among(topology: Topology, peers: Sequence[int]) -> Topology:
     """Return the topology of the peers with these numbers only, in this order."""
-    grid = np.ix_(peers, peers)
-    matrices: dict[str, Any] = {name: getattr(topology, name)[grid] for name in LinkMatrices._fields}
     return replace(
         topology,
         ids=tuple(topology.ids[peer] for peer in peers),
@@ -150,10 +176,10 @@ def among(topology: Topology, peers: Sequence[int]) -> Topology:
         devices=tuple(topology.devices[peer] for peer in peers),
         memory_bytes=topology.memory_bytes[peers],
         flops=topology.flops[peers],
+        links=topology.links.among(peers),
         up=topology.up[peers],
         down=topology.down[peers],
         costs=tuple(topology.costs[peer] for peer in peers) if topology.costs else (),
-        **matrices,
     )
 
 
@@ -254,10 +280,9 @@ def _matrices(spec: TopologyFile, regions: list[str]) -> LinkMatrices:
     if spec.loss is not None and spec.delay_ms is None:
         raise UserError("topology: loss needs delay_ms and bandwidth_gbps; without these, set loss in each of links")
     if spec.delay_ms is not None:
-        given = {name: (one, getattr(spec, one.key)) for name, one in LINK_PROPERTIES.items()}
-        none = np.zeros((count, count))
-        found = {name: none if rows is None else _full(one, rows, count) for name, (one, rows) in given.items()}
-        return LinkMatrices(**found)
+        given = ((one, getattr(spec, one.key)) for one in LINK_PROPERTIES.values())
+        found = [np.zeros((count, count)) if rows is None else _full(one, rows, count) for one, rows in given]
+        return LinkMatrices._make(found)
     names = list(dict.fromkeys(regions))
     return _by_region(spec, names, np.array([names.index(region) for region in regions]))
 
@@ -289,8 +314,8 @@ def _by_region(spec: TopologyFile, names: list[str], region_N: Ints) -> LinkMatr
             a, b = (known[name] for name in link.between)
             links[a, b] = links[b, a] = link
     alone = np.bincount(region_N, minlength=count) < 2  # a region with one peer needs no link within the region
-    grid, found = np.ix_(region_N, region_N), {}
-    for name, one in LINK_PROPERTIES.items():
+    found = []
+    for one in LINK_PROPERTIES.values():
         matrix = np.full((count, count), getattr(spec.across, one.key, np.nan))
         if spec.inside:
             np.fill_diagonal(matrix, getattr(spec.inside, one.key))
@@ -300,8 +325,8 @@ def _by_region(spec: TopologyFile, names: list[str], region_N: Ints) -> LinkMatr
         if missing.any():
             a, b = np.argwhere(missing)[0]
             raise UserError(f"topology: no link between {names[a]} and {names[b]}; add one to links, inside or across")
-        found[name] = one.in_si(np.nan_to_num(matrix, nan=one.inside)[grid])
-    return LinkMatrices(**found)
+        found.append(one.in_si(np.nan_to_num(matrix, nan=one.inside)[np.ix_(region_N, region_N)]))
+    return LinkMatrices._make(found)
 
 
 def _topology(
@@ -323,18 +348,18 @@ def _topology(
         bandwidth[np.ix_(~inside, inside)] = np.minimum(bandwidth[np.ix_(~inside, inside)], site.down)
     costs = tuple(peer.layers.costs() if peer.layers else UNMEASURED for peer in peers)
     matrices = matrices._replace(bandwidth=bandwidth)
-    for name, one in LINK_PROPERTIES.items():
-        np.fill_diagonal(getattr(matrices, name), one.to_itself)
+    for one, matrix in zip(LINK_PROPERTIES.values(), matrices, strict=True):
+        np.fill_diagonal(matrix, one.to_itself)
     return Topology(
         ids=tuple(peer.id for peer in peers),
         regions=tuple(peer.region for peer in peers),
         devices=tuple(peer.device for peer in peers),
         memory_bytes=np.array([peer.memory_gb * 1e9 for peer in peers]),
         flops=np.array([peer.tflops * 1e12 for peer in peers]),
+        links=matrices,
         up=up,
         down=down,
         workload=workload,
         sites=sites,
         costs=costs if any(peer.layers for peer in peers) else (),
-        **matrices._asdict(),
     )

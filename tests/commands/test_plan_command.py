@@ -21,7 +21,6 @@ from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.throughput.solvers import THROUGHPUT_SOLVERS
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
-from decentral.view.plan_picture import DRAWINGS
 from tests.commands.played_swarm import PlayedSwarm
 from tests.commands.refusals import JOIN
 
@@ -44,7 +43,6 @@ def test_the_help_names_every_solver(capsys: pytest.CaptureFixture[str]) -> None
     solvers = {name: one.solvers for name, one in plan.OBJECTIVES.items()}
     assert solvers == {"sync": (*SYNC_SOLVERS,), "throughput": (*THROUGHPUT_SOLVERS,)}
     assert words >= {*SYNC_SOLVERS, *THROUGHPUT_SOLVERS}
-    assert {*DRAWINGS} == {*plan.OBJECTIVES}
 
 
 def test_a_shipped_topology_as_json(capsys: pytest.CaptureFixture[str]) -> None:
