@@ -33,7 +33,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
-from decentral.scheduler.topology.plan import Plan, SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.plan_forms import Plan, SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 
@@ -276,7 +276,7 @@ class ThroughputObjective(Objective):
     ) -> ThroughputPlan:
         """Return the plan with the most tokens/s, as the simulator plays the best that the solver finds."""
         from decentral.commands.estimates import judging
-        from decentral.scheduler.throughput.plan import throughput_plan
+        from decentral.scheduler.throughput.planning import throughput_plan
 
         config = load_config(options.model) if options.model or swarm is None else swarm.config
         played_s = judging.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
@@ -289,7 +289,7 @@ class ThroughputObjective(Objective):
     def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
         """Return the history of each solver that takes a swarm of this size; the title has what no plan exceeds."""
         from decentral.scheduler.throughput import solvers
-        from decentral.scheduler.throughput.plan import problem_of
+        from decentral.scheduler.throughput.planning import problem_of
 
         config = load_config(options.model) if options.model or swarm is None else swarm.config
         utilisation = layer_costs.UTILISATION if swarm is None else 1.0

@@ -15,7 +15,7 @@ from decentral.core.units import readable_number
 from decentral.scheduler.sync.layout_cost import Problem, problem_of
 from decentral.scheduler.sync.step_needs import divided
 from decentral.scheduler.topology.arrays import Flags, Floats
-from decentral.scheduler.topology.plan import Plan, SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.plan_forms import Plan, SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.topology import Topology, Workload
 from decentral.view.canvas import DIM, INK, NAME_CHARS, RED, USED, full_name, heading, picture, seconds_text
 from decentral.view.swarm_map import MapLinks, SwarmMap, matrix_of

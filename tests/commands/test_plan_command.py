@@ -17,7 +17,7 @@ from decentral.core.layer_work import KindCost, KindCosts
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.scheduler.sync.sync_plan import SYNC_SOLVERS
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.throughput.solvers import THROUGHPUT_SOLVERS
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
