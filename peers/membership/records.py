@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import msgpack
-from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.message_fields import Count, Index, Run, UnixTime
@@ -117,7 +117,7 @@ class PeerRecord:
     lr_step: Count
     tokens: Count
     round: Count = 0
-    phase: PeerPhase = PeerPhase.JOINING
+    phase: Annotated[PeerPhase, PlainValidator(lambda value: PeerPhase(value))] = PeerPhase.JOINING  # text, no bytes
     window_s: Positive = 0.0  # shortest gossip window that the peer's links and cores can sustain; 0: not known
     kept: Annotated[
         tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)

@@ -28,6 +28,7 @@ WRONG: list[tuple[str, Any]] = [
     ("step", True),
     ("lr_step", 1 << 62),
     ("phase", "sleeping"),
+    ("phase", b"training"),
     ("profile", None),
     ("profile", {"device": "cpu"}),
     ("profile", {**dataclasses.asdict(RECORD.profile), "tokens_per_s": 1.01e12}),
