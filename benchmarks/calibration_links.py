@@ -6,19 +6,17 @@ A pull's seconds are those of its journal line: from the question until the answ
 the partner's encoding of slow weights and the wait for the end of its window are all in them.
 """
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks.calibration_model import LIGHT_TIMES, DevicePace, Journals, Setting, play, settings_of
 from benchmarks.wan import description
 from decentral.core.units import Seconds
-from decentral.scheduler.topology.topology import Topology, load
+from decentral.scheduler.topology.topology import Topology, among, load
 from decentral.sim.network.geography import SwarmGeography
 from decentral.sim.swarm import SimulatedSwarm
 
@@ -36,22 +34,10 @@ class LabSetting:
 
     def links(self) -> Topology:
         """Of the peers that the lab takes, at these rates."""
-        found = load(self.topology)
-        peers = description.first_of_each_region(found, self.per_region)
-        grid, chosen = np.ix_(peers, peers), operator.itemgetter(*peers)
-        return replace(
-            found,
-            ids=chosen(found.ids),
-            regions=chosen(found.regions),
-            devices=chosen(found.devices),
-            memory_bytes=found.memory_bytes[peers],
-            flops=found.flops[peers],
-            delay_s=found.delay_s[grid],
-            bandwidth=found.bandwidth[grid] * self.rates,
-            up=found.up[peers] * self.rates,
-            down=found.down[peers] * self.rates,
-            loss=found.loss[grid],
-        )
+        whole = load(self.topology)
+        found = among(whole, description.first_of_each_region(whole, self.per_region))
+        links = found.links._replace(bandwidth=found.bandwidth * self.rates)
+        return replace(found, links=links, up=found.up * self.rates, down=found.down * self.rates)
 
 
 @dataclass(frozen=True, slots=True)

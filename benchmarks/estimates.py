@@ -43,7 +43,7 @@ from decentral.core.journal.lines import Recorded, recorded
 from decentral.peers.membership.link_probes import PROBE_BYTES, longest_pause_s
 from decentral.peers.runtime.host import CORES_S
 from decentral.peers.runtime.traffic import TRAFFIC_S
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology

@@ -49,8 +49,7 @@ from decentral.scheduler.partners import mixing
 from decentral.scheduler.sync import evolve, gcma
 from decentral.scheduler.sync.layout_cost import best_layout, problem_of
 from decentral.scheduler.sync.sync_plan import sync_plan
-from decentral.scheduler.throughput import layer_costs, max_flow, milp, solvers, span_search
-from decentral.scheduler.throughput import plan as throughput_plan
+from decentral.scheduler.throughput import layer_costs, max_flow, milp, planning, solvers, span_search
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -227,7 +226,7 @@ def unequal(seed: int, scale: float) -> None:
     costs = layer_costs.of_model(swarm, config.load(None, LLAMA_7B))
     budget = SearchBudget(20 * scale, clock=time.process_time)
     problem = FlowProblem(costs, regions_of(swarm))
-    baseline = throughput_plan.random_throughput(problem, seed, budget) or np.inf
+    baseline = planning.random_throughput(problem, seed, budget) or np.inf
     begin = time.process_time()
     rate = problem.evaluate(span_search.search(problem, budget, np.random.default_rng(seed))).value
     bound = costs.compute_bound()
@@ -248,7 +247,7 @@ def partners(seed: int, scale: float) -> None:
 
 def compared(seed: int, scale: float) -> None:
     for name, model, swarm, keys in _shipped():
-        problem = throughput_plan.problem_of(swarm, config.load(None, keys), 1, layer_costs.UTILISATION)
+        problem = planning.problem_of(swarm, config.load(None, keys), 1, layer_costs.UTILISATION)
         bound = problem.bound()
         records = solvers.solver_records(problem, seed, 10 * scale, time.process_time)
         _line("solvers", topology=name, model=model, seed=seed, bound=bound,
@@ -288,7 +287,7 @@ def _shipped() -> Iterator[tuple[str, str, Topology, list[str]]]:
 def _planned(part: str, case: str, swarm: Topology, keys: list[str], seed: int, seconds: float) -> None:
     begin = time.process_time()
     budget = SearchBudget(seconds, clock=time.process_time)
-    plan = throughput_plan.throughput_plan(swarm, config.load(None, keys), "genetic", seed, budget)
+    plan = planning.throughput_plan(swarm, config.load(None, keys), "genetic", seed, budget)
     rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
     _line(part, case=case, seed=seed, tokens_per_s=rate, of_bound=rate / bound, most_used=max(plan.use.values()),
           seconds=time.process_time() - begin)  # fmt: skip
@@ -297,7 +296,7 @@ def _planned(part: str, case: str, swarm: Topology, keys: list[str], seed: int, 
 def command(seed: int, scale: float) -> None:
     budget = SearchBudget(2 * scale, clock=time.process_time)
     begin = time.process_time()
-    plan = throughput_plan.throughput_plan(mixed(seed), config.load(None, LLAMA_7B), "genetic", seed, budget)
+    plan = planning.throughput_plan(mixed(seed), config.load(None, LLAMA_7B), "genetic", seed, budget)
     _line("command", seed=seed, asked_s=2 * scale, seconds=time.process_time() - begin,
           of_bound=plan.throughput["tokens_per_s"] / plan.throughput["bound"])  # fmt: skip
 
@@ -321,7 +320,7 @@ def noisy(seed: int) -> Topology:
     """The eight cities with every link's rate times a lognormal of sigma 0.2, the same both ways."""
     swarm = topology.load("eight-cities")
     noise = np.triu(np.random.default_rng(seed).normal(0, 0.2, (64, 64)), 1)
-    return replace(swarm, bandwidth=swarm.bandwidth * np.exp(noise + noise.T))
+    return replace(swarm, links=swarm.links._replace(bandwidth=swarm.bandwidth * np.exp(noise + noise.T)))
 
 
 def mixed(seed: int) -> Topology:

@@ -19,7 +19,7 @@ import torch
 from decentral.commands.estimates import judging
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.sim import planned

@@ -19,6 +19,7 @@ from decentral.core.journal.events import JournalEvent
 from decentral.core.journal.lines import name_of
 from decentral.core.reasons import Reason
 from decentral.sim.invariants.convergence import MAX_DRIFT
+from decentral.view.hook_messages import HOOK_KINDS
 from docs import stage
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +114,11 @@ def test_each_check_of_the_doctor_has_its_row() -> None:
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     text = "".join(path.read_text() for path in (ROOT / "decentral/commands/checks").glob("*.py"))
     assert {*CHECK.findall(text)} <= named <= {*re.findall(r'"([^"\n]+)"', text)}
+
+
+def test_each_kind_of_event_that_hooks_get_stands_in_its_list() -> None:
+    (told,) = re.findall(r"Kinds, all\s+without `--events`: ([^.]*)\.", (ROOT / "docs/OBSERVING.md").read_text())
+    assert sorted(re.findall(r"`(\w+)`", told)) == sorted(HOOK_KINDS)
 
 
 @pytest.mark.parametrize("name", NAMES)

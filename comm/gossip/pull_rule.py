@@ -65,6 +65,7 @@ class PullRule(UpdateRule):
     """Whether this object rounds the residuals of large fragments."""
 
     donated: Mapping[str, str] = {"phi": "fp32"}
+    weights_section = "phi"
     donates_live = False
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:

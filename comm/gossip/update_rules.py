@@ -114,6 +114,9 @@ class UpdateRule:
     donated: Mapping[str, str] = {"theta": "fp32"}
     """The sections of the state that a newcomer gets."""
 
+    weights_section: str = "theta"
+    """The section of `donated` that has the fragment's weights."""
+
     donates_live: bool = True
     """Whether a newcomer's state includes the live weights, so that it must be read between two steps."""
 
@@ -200,14 +203,14 @@ class UpdateRule:
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the state from which a newcomer starts."""
-        packer.add("theta", self.donated["theta"], live.theta.float())
+        packer.add(self.weights_section, self.donated[self.weights_section], live.theta.float())
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         """Start as a new rule does, but from a donor's state, and overwrite the live weights with that state.
 
         The rule may use the vectors of `donated` as its own, and change them.
         """
-        live.theta.copy_(donated["theta"])
+        live.theta.copy_(donated[self.weights_section])
         self.load(live.theta, {})
 
 
@@ -237,6 +240,11 @@ def sliced(name: str, codec: str, parameters: int, codecs: Codecs) -> dict[Secti
 def donated(gossip: GossipConfig) -> Mapping[str, str]:
     """Return the sections (name to codec) of the state from which a newcomer starts, in the run's algorithm."""
     return _rule(gossip).donated
+
+
+def weights_section(gossip: GossipConfig) -> str:
+    """Return the name of the section of `donated` that has the fragment's weights."""
+    return _rule(gossip).weights_section
 
 
 def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> UpdateRule:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
+from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, traffic_kind
 from decentral.comm.wire.blobs import Writer
 from decentral.comm.wire.codec import Envelope
 
@@ -40,7 +40,7 @@ class Uplink:
         if not self.queue.paces(envelope, now):
             return writer
         turn = self.queue.turn(len(envelope.blob), now)
-        return PacedWriter(self, writer, kind_of(envelope.message), turn)
+        return PacedWriter(self, writer, traffic_kind(envelope.message), turn)
 
     async def await_turn(self, kind: Kind, turn: Turn, size: int) -> None:
         """Wait until a piece of `size` bytes may be sent; `kind` and `turn` describe the message of the piece."""

@@ -43,7 +43,7 @@ class Kind(IntEnum):
     DOWNLOAD = 1
 
 
-def kind_of(message: messages.Message) -> Kind:
+def traffic_kind(message: messages.Message) -> Kind:
     """Return the kind of traffic to which a message and its blob belong."""
     match message:
         case messages.ForwardRequest() | messages.BackwardResponse():

@@ -4,7 +4,7 @@ Start with `ActivationFormat`. Shapes: B sequences, T positions, D width.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,22 +12,12 @@ from torch import Tensor
 
 from decentral.comm.codecs.sections import Codecs
 from decentral.core import config, jobs
+from decentral.core.choices import wires_of
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import FAST, THIN, ActivationForms, Layout, Section, fits_one
 from decentral.core.jobs import UNLIKE, Likeness
 from decentral.core.reasons import Reason
 from decentral.model.decoder import MASKED
-
-WIRES: Mapping[str, tuple[str, str]] = {
-    "bf16": ("bf16", "bf16"),
-    "int8": ("int8", "int8"),
-    "int8-q4": ("int8", "q4"),
-    "fp32": ("fp32", "fp32"),
-}
-"""The codecs of hidden values and of their gradients, by the config's `routes.wire`."""
-
-# With `routes.wire: auto` a peer uses the first of these keys of WIRES if its uplink is fast, the second if it is slow.
-AUTO = ("bf16", "int8-q4")
 
 # A hidden value or gradient of larger magnitude is refused, because the backward pass could overflow.
 LARGEST_ACTIVATION = 1e6
@@ -58,9 +48,9 @@ class ActivationFormat:
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
         self.sends_inputs = run.model.bottleneck is not None  # True: each stage needs the micro-batch's tokens
-        names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
-        self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for slow ones
-        self.backward = [WIRES[name][1] for name in names]
+        wires = wires_of(run.routes.wire)
+        self.forward = [wire.forward for wire in wires]  # the first codec is for fast links, the last for slow ones
+        self.backward = [wire.backward for wire in wires]
         self.masks = run.data.format != "text"  # True: a target equal to `vocabulary` is masked (has no loss)
 
     def forms(self, layer: int, sequences: int) -> ActivationForms:

@@ -17,6 +17,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
 NETWORK = "decentral.comm.net.libp2p:Libp2p"  # the implementation of PeerNetwork that peers create, as module:class
+NETWORK_PACKAGE = "hivemind"  # the package with compiled code that this class needs; the doctor loads it
 
 
 def peer_network() -> "type[PeerNetwork]":

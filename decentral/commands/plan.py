@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
-from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.plan_forms import Plan, SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 
@@ -58,6 +59,38 @@ class LiveSwarm:
     profiles: dict[str, JsonObject]  # peer id -> its profile, as fields of JSON
     spans: dict[str, tuple[int, int]]  # peer id -> the layers [first, last) that it holds
     costs: dict[str, KindCosts]  # peer id -> what a layer of each kind costs it
+
+
+History = Mapping[str, Sequence[tuple[float, float]]]
+"""For each solver the best cost (s) or rate (tokens/s) so far, with the seconds since the search began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective(ABC):
+    """One value of `--objective`: how its plans are found, compared and shown."""
+
+    help: str
+    solvers: tuple[str, ...]  # typed here, since the solvers' modules load scipy
+    unit: str  # of the number by which plans are compared
+    compared: str  # name of this number
+    baseline: str  # name of the number of `Plan.baselines`
+    digits: str  # format of this number in a comparison
+    most_is_best: bool
+    searched_share: float  # share of --seconds that the search gets
+
+    @abstractmethod
+    def plan(
+        self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
+    ) -> Plan:
+        """Return the best plan that the chosen solver finds within the budget; `swarm`: with --join, the live swarm."""
+
+    @abstractmethod
+    def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
+        """Return the history of each solver on the topology, and the title of their comparison."""
+
+    @abstractmethod
+    def tables(self, plan: Plan, region: Mapping[str, str]) -> list[Table]:
+        """Return the tables that show a plan of this objective; `region` has each peer's region."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,12 +123,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", type=shared.peer_address, metavar="ADDR", help=live)
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
-    objectives = "sync: shortest synchronous step (default); "
-    objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
-    parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
-    solvers = "genetic (default), annealing, gcma, exact; "  # typed here, since the solvers' modules load scipy
-    solvers += "for throughput genetic, annealing, local, policy, exact, flow, random"
-    parser.add_argument("--solver", default="genetic", help=solvers)
+    objectives = "; ".join(f"{name}: {one.help}" for name, one in OBJECTIVES.items())
+    parser.add_argument("--objective", choices=[*OBJECTIVES], help=objectives)
+    solvers = "; ".join(f"for {name} {', '.join(one.solvers)}" for name, one in OBJECTIVES.items())
+    parser.add_argument("--solver", default="genetic", help=f"default genetic; {solvers}")
     parser.add_argument(
         "--seconds", type=quantities.duration_s, default=5.0, help="time limit of everything (default 5 s)"
     )
@@ -121,30 +152,16 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:
     return topologies.topology_from_profiles(swarm.profiles, {}, {} if options.model else swarm.costs), swarm
 
 
-def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
-    objective = _objective(options)
+def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> Plan:
+    name = _objective(options)
+    objective = OBJECTIVES[name]
     with progress_bar(Console(stderr=True), 1.0, quiet=options.json) as show:
         budget = SearchBudget(
-            seconds=options.seconds if objective == "sync" else SEARCHED_SHARE * options.seconds,
+            seconds=objective.searched_share * options.seconds,
             clock=time.monotonic,
-            report=lambda used, best: show(used, f"{objective}: best {best:.5g}"),
+            report=lambda used, best: show(used, f"{name}: best {best:.5g}"),
         )
-        if objective == "sync":
-            from decentral.scheduler.sync.step_needs import UTILISATION
-            from decentral.scheduler.sync.sync_plan import sync_plan
-
-            utilisation = UTILISATION if options.join is None else 1.0  # live peers' FLOP/s are those of training
-            return sync_plan(topology, options.solver, options.seed, budget, utilisation)
-        from decentral.commands.estimates import judging
-        from decentral.scheduler.throughput.plan import throughput_plan
-
-        config = load_config(options.model) if options.model or swarm is None else swarm.config
-        played_s = judging.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
-        judge = judging.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
-        utilisation = layer_costs.UTILISATION if swarm is None else 1.0
-        now = None if options.model or swarm is None else swarm.spans
-        solver, seed, holders = options.solver, options.seed, options.holders
-        return throughput_plan(topology, config, solver, seed, budget, holders, utilisation, now, judge)
+        return objective.plan(topology, swarm, options, budget)
 
 
 def _objective(options: argparse.Namespace) -> str:
@@ -189,80 +206,135 @@ def _profile(record: "PeerRecord", config: Config) -> JsonObject:
 
 def _compare(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> None:
     """Run all solvers of the objective; print or draw the best plan of each over its search time."""
-    sync = _objective(options) == "sync"
-    if sync:
-        from decentral.scheduler.sync.sync_plan import solver_records
-
-        records, title = solver_records(topology, options.seed, options.seconds, time.monotonic), "all solvers"
-    else:
-        records, bound = _throughput_records(topology, swarm, options)
-        title = f"all solvers; no plan exceeds {bound:.5g} tokens/s"
+    objective = OBJECTIVES[_objective(options)]
+    records, title = objective.records(topology, swarm, options)
     if options.plot:
         from decentral.view.plan_picture import draw_comparison
 
-        draw_comparison(records, options.plot, "s" if sync else "tokens/s")
+        draw_comparison(records, options.plot, objective.unit)
     if options.json:
         print(strict_json.dumps(records))
         return
-    table = Table("solver", "cost, s" if sync else "tokens/s", "found after, s", title=title)
-    for name, record in sorted(records.items(), key=lambda item: item[1][-1][1], reverse=not sync):
+    table = Table("solver", objective.compared, "found after, s", title=title)
+    for name, record in sorted(records.items(), key=lambda item: item[1][-1][1], reverse=objective.most_is_best):
         when = next(seconds for seconds, best in record if best == record[-1][1])
-        table.add_row(name, f"{record[-1][1]:.5f}" if sync else f"{record[-1][1]:.5g}", f"{when:.2f}")
+        table.add_row(name, f"{record[-1][1]:{objective.digits}}", f"{when:.2f}")
     shared.result_console().print(table)
 
 
-def _throughput_records(
-    topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace
-) -> tuple[dict[str, list[tuple[float, float]]], float]:
-    """Return the history of each solver for throughput, and the tokens/s that no plan exceeds."""
-    from decentral.scheduler.throughput import solvers
-    from decentral.scheduler.throughput.plan import problem_of
-
-    config = load_config(options.model) if options.model or swarm is None else swarm.config
-    utilisation = layer_costs.UTILISATION if swarm is None else 1.0
-    problem = problem_of(topology, config, options.holders, utilisation)
-    return solvers.solver_records(problem, options.seed, options.seconds, time.monotonic), problem.bound()
-
-
-def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:
+def _show(plan: Plan, topology: Topology, console: Console) -> None:
     """Print the plan as tables, and its reason."""
     region = {peer: plain_text(name) for peer, name in zip(topology.ids, topology.regions, strict=True)}
-    console.print(_stages(plan, region) if isinstance(plan, SyncPlan) else _spans(plan, region))
-    if isinstance(plan, SyncPlan) and plan.degrees:
-        table = Table("stages x replicas", "step, s")
-        for pair, seconds in list(plan.degrees.items())[:MOST_PAIRS]:
-            table.add_row(pair, f"{seconds:.5g}")
+    objective = OBJECTIVES[plan.objective]
+    for table in objective.tables(plan, region):
         console.print(table)
     if plan.baselines:
-        table = Table("for comparison", "communication, s" if isinstance(plan, SyncPlan) else "tokens/s")
+        table = Table("for comparison", objective.baseline)
         for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
             table.add_row(name, f"{value:.5g}")
         console.print(table)
     console.print(plain_text(plan.reason, PLAN_REASON_CHARS))
 
 
-def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
-    """Return a table of the first ROWS stages, with their peers counted by region."""
-    table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
-    for number, stage in enumerate(plan.stages[:ROWS]):
-        names = [region[peer] for peer in stage]
-        table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
-    return table
+class SyncObjective(Objective):
+    """The shortest synchronous step."""
+
+    def plan(
+        self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
+    ) -> SyncPlan:
+        """Return the plan with the shortest step that the solver finds."""
+        from decentral.scheduler.sync.step_needs import UTILISATION
+        from decentral.scheduler.sync.sync_plan import sync_plan
+
+        utilisation = UTILISATION if swarm is None else 1.0  # live peers' FLOP/s are those of training
+        return sync_plan(topology, options.solver, options.seed, budget, utilisation)
+
+    def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
+        """Return the history of each solver that takes a swarm of this size."""
+        from decentral.scheduler.sync.sync_plan import solver_records
+
+        return solver_records(topology, options.seed, options.seconds, time.monotonic), "all solvers"
+
+    def tables(self, plan: Plan, region: Mapping[str, str]) -> list[Table]:
+        """Return a table of the first ROWS stages, with their peers counted by region, and one of the pairs tried."""
+        assert isinstance(plan, SyncPlan)
+        table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
+        for number, stage in enumerate(plan.stages[:ROWS]):
+            names = [region[peer] for peer in stage]
+            table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
+        degrees = Table("stages x replicas", "step, s")
+        for pair, seconds in list(plan.degrees.items())[:MOST_PAIRS]:
+            degrees.add_row(pair, f"{seconds:.5g}")
+        return [table, degrees] if plan.degrees else [table]
 
 
-def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
-    """Return a table of the layers and micro-batches of the first ROWS peers."""
-    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
-    table = Table(
-        "peer",
-        "region",
-        "layers",
-        "micro-batch",
-        title=f"{rate:.4g} tokens/s of at most {bound:.4g} ({rate / bound:.1%})",
-    )
-    for peer, (first, last) in list(plan.spans.items())[:ROWS]:
-        table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
-    return table
+class ThroughputObjective(Objective):
+    """The most tokens/s of an asynchronous swarm."""
+
+    def plan(
+        self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace, budget: SearchBudget
+    ) -> ThroughputPlan:
+        """Return the plan with the most tokens/s, as the simulator plays the best that the solver finds."""
+        from decentral.commands.estimates import judging
+        from decentral.scheduler.throughput.planning import throughput_plan
+
+        config = load_config(options.model) if options.model or swarm is None else swarm.config
+        played_s = judging.JUDGED_S + (1 - SEARCHED_SHARE) * options.seconds
+        judge = judging.judge(config, topology, SearchBudget(played_s, clock=time.monotonic))
+        utilisation = layer_costs.UTILISATION if swarm is None else 1.0
+        now = None if options.model or swarm is None else swarm.spans
+        solver, seed, holders = options.solver, options.seed, options.holders
+        return throughput_plan(topology, config, solver, seed, budget, holders, utilisation, now, judge)
+
+    def records(self, topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> tuple[History, str]:
+        """Return the history of each solver that takes a swarm of this size; the title has what no plan exceeds."""
+        from decentral.scheduler.throughput import solvers
+        from decentral.scheduler.throughput.planning import problem_of
+
+        config = load_config(options.model) if options.model or swarm is None else swarm.config
+        utilisation = layer_costs.UTILISATION if swarm is None else 1.0
+        problem = problem_of(topology, config, options.holders, utilisation)
+        records = solvers.solver_records(problem, options.seed, options.seconds, time.monotonic)
+        return records, f"all solvers; no plan exceeds {problem.bound():.5g} tokens/s"
+
+    def tables(self, plan: Plan, region: Mapping[str, str]) -> list[Table]:
+        """Return a table of the layers and micro-batches of the first ROWS peers."""
+        assert isinstance(plan, ThroughputPlan)
+        rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+        table = Table(
+            "peer",
+            "region",
+            "layers",
+            "micro-batch",
+            title=f"{rate:.4g} tokens/s of at most {bound:.4g} ({rate / bound:.1%})",
+        )
+        for peer, (first, last) in list(plan.spans.items())[:ROWS]:
+            table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
+        return [table]
+
+
+OBJECTIVES: dict[str, Objective] = {
+    SyncPlan.objective: SyncObjective(
+        help="shortest synchronous step (default)",
+        solvers=("genetic", "annealing", "gcma", "exact"),
+        unit="s",
+        compared="cost, s",
+        baseline="communication, s",
+        digits=".5f",
+        most_is_best=False,
+        searched_share=1.0,
+    ),
+    ThroughputPlan.objective: ThroughputObjective(
+        help="most tokens/s of an asynchronous swarm (default with --model or --join)",
+        solvers=("genetic", "annealing", "local", "policy", "exact", "flow", "random"),
+        unit="tokens/s",
+        compared="tokens/s",
+        baseline="tokens/s",
+        digits=".5g",
+        most_is_best=True,
+        searched_share=SEARCHED_SHARE,
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rich.table import Table
 from decentral.commands import shared
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, rng, strict_json
+from decentral.core.choices import ALGORITHMS
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.plain_text import plain_text
@@ -114,7 +115,9 @@ def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
     """
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
-        raise UserError("the simulator does not support gossip.algorithm synchronous; set it to pull or allreduce")
+        others = " or ".join(name for name, one in ALGORITHMS.items() if not one.synchronous)
+        named = run_config.gossip.algorithm
+        raise UserError(f"the simulator does not support gossip.algorithm {named}; set it to {others}")
     many = flags.peers > MOST_AUDITED
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)

@@ -1,4 +1,4 @@
-"""Tables of the gossip algorithms, optimizers, kinds of data and types of files that a config can choose.
+"""Tables of the gossip algorithms, optimizers, wires, kinds of data and types of files that a config can choose.
 
 Each record describes one algorithm, optimizer or kind of data. The record names the code that implements it as
 "module:name", and `load` imports that code later, so that reading a config does not load torch. A config can choose
@@ -76,6 +76,15 @@ class DataKind:
     may_be_on_hub: bool = False  # whether `data.path` may name a data set on the Hugging Face hub
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Properties of one value of `routes.wire`: how a micro-batch is encoded between two stages."""
+
+    forward: str  # codec of hidden values (comm/codecs/blockwise.py)
+    backward: str  # codec of their gradients
+    value_bytes: float  # bytes of one number, the mean of both directions; planners count with it
+
+
 ALGORITHMS = {
     one.name: one
     for one in (
@@ -118,6 +127,15 @@ OPTIMIZERS = {
     )
 }
 
+WIRES = {
+    "bf16": Wire("bf16", "bf16", value_bytes=2.0),
+    "int8": Wire("int8", "int8", value_bytes=1.0),
+    "int8-q4": Wire("int8", "q4", value_bytes=0.75),
+    "fp32": Wire("fp32", "fp32", value_bytes=4.0),
+}
+# With `routes.wire: auto` a peer uses the first of these keys of WIRES if its uplink is fast, the second if it is slow.
+AUTO_WIRES = ("bf16", "int8-q4")
+
 DATA_KINDS = {
     one.name: one
     for one in (
@@ -150,6 +168,11 @@ FILES_OF_ROWS = tuple(suffix for suffix, reader in READERS.items() if reader != 
 def kinds_with(holds: Callable[[DataKind], bool]) -> str:
     """Return the names of the kinds of data of which `holds` is true, such as "huggingface or tokens"."""
     return " or ".join(sorted(one.name for one in DATA_KINDS.values() if holds(one)))
+
+
+def wires_of(name: str) -> list[Wire]:
+    """Return the wires of a value of `routes.wire`: the first for a fast uplink, the last for a slow one."""
+    return [WIRES[wire] for wire in (AUTO_WIRES if name == "auto" else (name,))]
 
 
 @cache

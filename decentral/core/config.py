@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from decentral.core import foreign_file, own_yaml
-from decentral.core.choices import ALGORITHMS, DATA_KINDS, FILES_OF_ROWS, OPTIMIZERS, DataKind, kinds_with
+from decentral.core.choices import ALGORITHMS, DATA_KINDS, FILES_OF_ROWS, OPTIMIZERS, WIRES, DataKind, kinds_with
 from decentral.core.config_keys import keys_of
 from decentral.core.config_values import (
     Digest,
@@ -85,8 +85,10 @@ if TYPE_CHECKING:
     AlgorithmName = str
     DataKindName = str
     OptimizerName = str
+    WireName = str
 else:  # at run time, pydantic accepts only the names in the tables of core/choices.py
     AlgorithmName, DataKindName, OptimizerName = Literal[*ALGORITHMS], Literal[*DATA_KINDS], Literal[*OPTIMIZERS]
+    WireName = Literal["auto", *WIRES]
 
 
 class DataConfig(Strict):
@@ -220,7 +222,7 @@ class GossipConfig(Strict):
 class RoutesConfig(Strict):
     """How activations and gradients travel between peers, if each peer holds only a part of the layers."""
 
-    wire: Literal["auto", "bf16", "int8", "int8-q4", "fp32"] = "bf16"
+    wire: WireName = "bf16"
     """Codec of the activations sent to the next peer, and of the gradients sent back. int8-q4: 8 bits an activation,
     4 bits a gradient. auto: int8-q4 if this peer's uplink is slow, else bf16."""
     overlap: bool = False

@@ -31,7 +31,7 @@ from decentral.core.synthetic import Blob
 from decentral.engine import checkpoint, measure, memory
 from decentral.engine.fragment import fragments_of
 from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.startup import state
 from decentral.peers.startup.invitation_files import read_holding
 from decentral.peers.startup.visit import VisitedSwarm, visit
@@ -43,7 +43,6 @@ RECORD_LOOK_S = 1.0  # pause between two look-ups of training peers' records in 
 LAG_SHARE, LAG_STEPS = 0.1, 20  # weights that lag by more than both limits (share of the steps, steps) are left out
 NAMED_RUNS = 4  # an error names at most this many runs, and counts the rest
 NAMED_HOLDERS = 4  # an error names at most this many holders of weights, and counts the rest
-WEIGHTS = ("phi", "theta")  # a peer's state has its weights under one of these names, depending on the gossip algorithm
 
 
 @dataclass(slots=True)
@@ -199,7 +198,7 @@ async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """
     for _ in range(RECORD_LOOKS):
         found = await swarm.records()
-        live = {holder: record for holder, record in found.items() if record.phase == "training"}
+        live = {holder: record for holder, record in found.items() if record.phase == PeerPhase.TRAINING}
         if live and all(contact in live for contact in swarm.contacts):
             return live
         await asyncio.sleep(RECORD_LOOK_S)
@@ -230,7 +229,7 @@ async def gather(
     Raises:
         UserError: If a fragment cannot be fetched from any peer.
     """
-    layouts = donated_layouts(settings)
+    layouts, weights = donated_layouts(settings), update_rules.weights_section(settings.gossip)
     asked = {fragment.index: _in_turn(fragment, live) for fragment, _ in layouts}
     found = {peer: HolderWeights(peer) for peer in live}
     while True:
@@ -242,7 +241,7 @@ async def gather(
                 shares.setdefault(peer, []).append((fragment, layout))
         if not shares:
             break
-        await at_once(_give(transport, run, found[peer], share) for peer, share in shares.items())
+        await at_once(_give(transport, run, found[peer], share, weights) for peer, share in shares.items())
     given = [one for one in found.values() if one.weights]
     for fragment in replicas.missing(settings, {index: one.weights[index] for one in given for index in one.weights}):
         why = "; ".join(f"peer {one.name}: {plain_text(one.trouble)}" for one in found.values() if one.trouble)
@@ -257,15 +256,14 @@ def _in_turn(fragment: Fragment, live: dict[PeerId, PeerRecord]) -> Iterator[Pee
 
 
 async def _give(
-    transport: Transport, run: RunId, holder: HolderWeights, share: Sequence[tuple[Fragment, Layout]]
+    transport: Transport, run: RunId, holder: HolderWeights, share: Sequence[tuple[Fragment, Layout]], weights: str
 ) -> None:
-    """Fetch fragments from one peer, and store them in `holder`; if the peer fails, store the reason there."""
+    """Fetch fragments from one peer, and store their section `weights` in `holder`, or the reason if the peer fails."""
     try:
         for fragment, layout in share:
             incoming = Incoming(fragment, layout)
             blob = await _fetch(transport, run, PeerId(holder.name), incoming)
-            vectors = unpack(blockwise, layout, blob)
-            holder.weights[fragment.index] = next(vectors[name] for name in WEIGHTS if name in vectors)
+            holder.weights[fragment.index] = unpack(blockwise, layout, blob)[weights]
             holder.steps[fragment.index] = incoming.step
     except (AskError, ProtocolError) as error:
         holder.fail(str(error))

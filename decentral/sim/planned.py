@@ -25,7 +25,7 @@ from decentral.engine.fragment import fragments_of
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology import topology as topologies
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim.host import Pace, VirtualHost
 from decentral.sim.run import Scenario

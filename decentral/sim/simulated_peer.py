@@ -11,8 +11,8 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.events import LostLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerPhase
 from decentral.peers.runtime.clock import agreed_s
-from decentral.peers.runtime.node import NodePhase
 from decentral.sim.host import VirtualHost
 from decentral.sim.surrogate import SurrogateDisk
 
@@ -137,4 +137,4 @@ class SimulatedPeer:
     @property
     def training(self) -> bool:
         """Whether the peer has joined and trains."""
-        return self.life is not None and self.life.node.phase is NodePhase.TRAINING
+        return self.life is not None and self.life.node.phase is PeerPhase.TRAINING

@@ -1,6 +1,6 @@
 """The messages that hooks get about events of the journal, in the form of JSON and as sentences for people.
 
-`kind_of` tells which events concern people. Start reading at `Messages`.
+`hook_kind` tells which events concern people. Start reading at `Messages`.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class HookMessage:
         return (f"{titled(PeerId(self.peer), self.name)}, " if self.peer else "") + f"run {self.run}: {self.text}"
 
 
-def kind_of(event: JournalEvent) -> str | None:
+def hook_kind(event: JournalEvent) -> str | None:
     """Return the kind of a journal event, one of HOOK_KINDS; None if hooks get no message about the event."""
     match event:
         case events.StoppedLine(reason=reason):
@@ -113,7 +113,7 @@ class Messages:
         `peer` is the id of the peer whose journal has the event, as in `learn`.
         """
         self.learn(event, peer)
-        kind, own = kind_of(event), self._facts.get(peer)
+        kind, own = hook_kind(event), self._facts.get(peer)
         if kind is None or own is None:
             return None
         level, words = self._told(event)

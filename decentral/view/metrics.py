@@ -13,11 +13,10 @@ from typing import Literal
 from decentral.core.reasons import known_reason
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerPhase
 from decentral.peers.runtime.host import Host
-from decentral.peers.runtime.node import NodePhase
 from decentral.peers.runtime.traffic import NO_EXCHANGES
 
-PEER_PHASES = {NodePhase.JOINING: "joining", NodePhase.TRAINING: "training", NodePhase.LEFT: "leaving"}
 BOUNDS = ("link", "cores", "swarm")  # what can force a gossip window to be long: values of the label `bound`
 
 Values = float | None | Mapping[tuple[str, ...], float]
@@ -66,7 +65,7 @@ def _about(host: Host, now: Seconds) -> Values:
 
 
 def _phase(host: Host, now: Seconds) -> Values:
-    return {(name,): float(phase is host.node.phase) for phase, name in PEER_PHASES.items()}
+    return {(phase,): float(phase is host.node.phase) for phase in PeerPhase}
 
 
 def _time_spent(host: Host, now: Seconds) -> Values:
@@ -91,8 +90,8 @@ def _window_bound(host: Host, now: Seconds) -> Values:
 
 
 def _peers(host: Host, now: Seconds) -> Values:
-    known: list[str] = [entry.record.phase for entry in host.node.roster.live.values()]
-    return {(phase,): known.count(phase) for phase in PEER_PHASES.values()}
+    known = [entry.record.phase for entry in host.node.roster.live.values()]
+    return {(phase,): known.count(phase) for phase in PeerPhase}
 
 
 def _swarm_speed(host: Host, now: Seconds) -> Values:

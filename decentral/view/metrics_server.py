@@ -28,10 +28,10 @@ from decentral.core.errors import UserError
 from decentral.core.ip_networks import CALLER, network_of
 from decentral.core.plain_text import printable
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerPhase
 from decentral.peers.runtime.host import Host
-from decentral.peers.runtime.node import NodePhase
 from decentral.view.callers import has_room, is_ours, own_names
-from decentral.view.metrics import METRICS, PEER_PHASES, PeerMetric
+from decentral.view.metrics import METRICS, PeerMetric
 
 SCRAPE_S = 5.0  # a connection that sends nothing for this time is closed; reading the metrics may take as long
 WHOLE_SCRAPE_S = 15.0
@@ -117,7 +117,7 @@ class _Health:
     async def _not_ready(self) -> list[str]:
         """Return why the host is not ready, one printable line for each reason; [] if it is."""
         phase = self._host.node.phase
-        waits = [] if phase is NodePhase.TRAINING else [f"the peer is {PEER_PHASES[phase]}"]
+        waits = [] if phase is PeerPhase.TRAINING else [f"the peer is {phase}"]
         return [*waits, *(printable(trouble, REASON_CHARS) for trouble in self._host.troubles())]
 
 

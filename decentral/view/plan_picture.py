@@ -15,7 +15,7 @@ from decentral.core.units import readable_number
 from decentral.scheduler.sync.layout_cost import Problem, problem_of
 from decentral.scheduler.sync.step_needs import divided
 from decentral.scheduler.topology.arrays import Flags, Floats
-from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.plan_forms import Plan, SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.topology import Topology, Workload
 from decentral.view.canvas import DIM, INK, NAME_CHARS, RED, USED, full_name, heading, picture, seconds_text
 from decentral.view.swarm_map import MapLinks, SwarmMap, matrix_of
@@ -31,7 +31,7 @@ MOST_SPAN_ROWS = 64  # the picture shows at most this many rows; its title gives
 SAME_TIME = 1e-6  # two durations with at most this relative difference count as equal
 
 
-def draw_plan(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) -> None:
+def draw_plan(plan: Plan, topology: Topology, file: str) -> None:
     """Draw a plan for the peers and links of `topology` into a file.
 
     Raises:
@@ -40,6 +40,7 @@ def draw_plan(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) ->
     if isinstance(plan, SyncPlan):
         _draw_sync(plan, topology, file)
     else:
+        assert isinstance(plan, ThroughputPlan), f"no picture for objective {plan.objective}"
         _draw_throughput(plan, topology, file)
 
 
@@ -49,7 +50,9 @@ def _draw_sync(plan: SyncPlan, topology: Topology, file: str) -> None:
     grid, swarm = StageGrid(plan, topology, problem_of(topology, workload)), SwarmMap(topology)
     width, height = MAP_IN + max(6.6, 1.6 + 0.95 * stages), max(5.6, 2.6 + 0.42 * replicas)
     with picture(file, width, height) as figure:
-        top = heading(figure, grid.heading(), f"{len(topology)} peers, objective sync, solver {plan.solver}")
+        top = heading(
+            figure, grid.heading(), f"{len(topology)} peers, objective {plan.objective}, solver {plan.solver}"
+        )
         low = 0.2 / height
         place = figure.add_axes((0.2 / width, low, (MAP_IN - 0.4) / width, top - low))
         _title(place, "Links between places: the wider, the faster; red: the links that decide the step's time")
@@ -182,7 +185,7 @@ def _draw_throughput(plan: ThroughputPlan, topology: Topology, file: str) -> Non
         rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
         share = f"{rate / bound:.0%} of what the devices could compute if links cost nothing"
         text = f"{readable_number(rate)} tokens/s, {share}"
-        top = heading(figure, text, f"{len(topology)} peers, objective throughput, solver {plan.solver}")
+        top = heading(figure, text, f"{len(topology)} peers, objective {plan.objective}, solver {plan.solver}")
         for number, (title, used) in enumerate(drawn):
             high = min(top - 0.2 / height, MAP_IN / height)
             axes = figure.add_axes(((MAP_IN * number + 0.2) / width, top - high, (MAP_IN - 0.4) / width, high))

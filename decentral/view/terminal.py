@@ -18,8 +18,8 @@ from decentral.core.peer_names import departed, titled
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.times import ago, clock_time, duration
 from decentral.core.units import Seconds, plural, readable_bytes
-from decentral.peers.membership.records import Profile
-from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.membership.records import PeerPhase, Profile
+from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.progress import Evaluations
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.peers.startup.invitation_files import founder_path
@@ -58,7 +58,7 @@ class Company:
 
     def changes(self, node: Node) -> list[str]:
         """Return a line for each peer that joined or left since the last call; [] while this peer does not train."""
-        if node.phase is not NodePhase.TRAINING:
+        if node.phase is not PeerPhase.TRAINING:
             return []
         here = {peer: titled(peer, entry.record.profile.name) for peer, entry in node.roster.live.items()}
         before, self._shown = here if self._shown is None else self._shown, here
@@ -90,7 +90,7 @@ class LineDisplay:
         for change in self._company.changes(node):
             say(f"{at}  {change}")
         shown = figures(node, now)
-        if node.phase is NodePhase.JOINING:
+        if node.phase is PeerPhase.JOINING:
             starting(f"joining; known peers: {shown['peers']}, received: {shown['received']}")
         else:
             goal = {"goal": told} if (told := _progress(node, now)[2]) else {}
@@ -113,7 +113,7 @@ class LiveDisplay:
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
         )
-        self._task = self._bar.add_task("joining", total=None, end="")
+        self._task = self._bar.add_task(PeerPhase.JOINING, total=None, end="")
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
     def introduce(self, node: Node, folder: Path) -> None:
@@ -126,7 +126,7 @@ class LiveDisplay:
         for change in self._company.changes(node):
             self._console.print(f"{clock_time(now)}  {change}", markup=False)
         done, total, end = _progress(node, now)
-        self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
+        self._bar.update(self._task, description=node.phase, completed=done, total=total, end=end)
         said = (*troubles, *first_step(node, now))
         warnings = [Text(f"warning: {printable(one, REASON_CHARS)}", style="yellow") for one in said]
         size, figured = self._console.size, _table(figures(node, now), self._console.width)
@@ -148,7 +148,7 @@ def say(text: str) -> None:
 def first_step(node: Node, now: Seconds) -> list[str]:
     """Return a warning if the first step of this process takes longer than LONG_STEP_S, else []."""
     progress = node.progress
-    if node.phase is not NodePhase.TRAINING or progress.tokens or progress.joined_at is None:
+    if node.phase is not PeerPhase.TRAINING or progress.tokens or progress.joined_at is None:
         return []
     taken_s = now - progress.joined_at
     said = f"the first step is taking {duration(taken_s)} (train.micro_batch {node.setup.config.train.micro_batch})"
@@ -301,7 +301,7 @@ def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Tab
 def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
     """Return the progress towards --stop-after, the goal (None if there is no goal), and a text that shows both."""
     known = node.progress.towards_goal(now)
-    if node.phase is not NodePhase.TRAINING or known is None:
+    if node.phase is not PeerPhase.TRAINING or known is None:
         return 0.0, None, ""
     left = f", about {duration(known.left_s)} left" if known.left_s is not None else ""
     done = duration(known.done) if known.goal.kind == "s" else f"{known.done:,.0f}"

@@ -9,7 +9,7 @@ from decentral.core import rng
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.layer_work import KindCosts, Shape, shape_of
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
 NEIGHBOURS = 24  # a peer sends requests to only this many holders of a layer, so that it measures each link often
@@ -51,7 +51,7 @@ class Holders:
         if not self.cuts:
             return
         layers = self.cuts[-1].last
-        takes_part = record.phase == "training" and not record.profile.alone
+        takes_part = record.phase == PeerPhase.TRAINING and not record.profile.alone
         first, last = (record.first, min(record.last, layers)) if takes_part else (0, 0)
         was = self._places.get(peer, (0, 0, 0.0))
         stays = was[:2] == (first, last)

@@ -8,6 +8,7 @@ from decentral.comm.wire.transport import Announce
 from decentral.core.errors import ProtocolError
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerPhase
 
 EXPIRY_STEP_S = 1e-3  # our record must outlive the one that it replaces by this time, or the DHT ignores it
 RECORDS_OF_COPY = 2  # this many records by another process prove that it has a copy of our identity
@@ -52,7 +53,7 @@ class Publication:
             record = records.unpack(body)
         except ProtocolError:
             return False
-        if self.began is not None and record.time > self.began and record.phase != "leaving":
+        if self.began is not None and record.time > self.began and record.phase != PeerPhase.LEAVING:
             if len(self.foreign) < RECORDS_OF_COPY:
                 self.foreign.add(record.time)
             if len(self.foreign) == RECORDS_OF_COPY:

@@ -7,11 +7,12 @@ readers count and ignore a record with a field out of bounds.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Protocol, TypeVar
+from enum import StrEnum
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import msgpack
-from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.message_fields import Count, Index, Run, UnixTime
@@ -37,7 +38,6 @@ PerSecond = Annotated[
     float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False), AfterValidator(lambda rate: rate * (rate >= LEAST_PER_S))
 ]
 T = TypeVar("T")
-PeerPhase = Literal["joining", "training", "leaving"]
 MOST_ADDRESSES = 16
 ADDRESS_CHARS = 256
 MOST_KEPT = 256  # a record lists at most this many fragments whose state the peer keeps on disk without holding them
@@ -51,6 +51,14 @@ RecordedLink = tuple[Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pat
 """The end of the other peer's id, bytes/s from that peer, and the round trip in ms; 0 stands for not measured."""
 Renewal = Annotated[float, Field(gt=0, le=swarm_size.MOST_RENEW_S, allow_inf_nan=False)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=MOST_ADDRESSES)]
+
+
+class PeerPhase(StrEnum):
+    """The phases of a peer, in its node and in its record; peers/runtime/node.py shows the transitions."""
+
+    JOINING = "joining"
+    TRAINING = "training"
+    LEAVING = "leaving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class PeerRecord:
     lr_step: Count
     tokens: Count
     round: Count = 0
-    phase: PeerPhase = "joining"
+    phase: Annotated[PeerPhase, PlainValidator(lambda value: PeerPhase(value))] = PeerPhase.JOINING  # text, no bytes
     window_s: Positive = 0.0  # shortest gossip window that the peer's links and cores can sustain; 0: not known
     kept: Annotated[
         tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)
@@ -166,7 +174,7 @@ async def look(directory: Directory, run: RunId, own: Signer, now: float) -> tup
                 record = unpack(own.open(key, PeerId(subkey), value, now)[0])
             except ProtocolError:
                 continue
-            if record.run == run and record.phase != "leaving":
+            if record.run == run and record.phase != PeerPhase.LEAVING:
                 found[PeerId(subkey)] = record
     return read.level, found
 

@@ -28,7 +28,7 @@ from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.publication import Publication
-from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSource
+from decentral.peers.membership.records import RENEWALS, PeerPhase, PeerRecord, RecordSource
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
 from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, key_of, level_of, published
 
@@ -308,7 +308,7 @@ class Roster:
         return [Log(ErrorLine(reason=warning))]
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[RosterEffect]:
-        if record.phase == "leaving":
+        if record.phase == PeerPhase.LEAVING:
             self._valid.pop(peer, None)
             was_silent = peer in self._dropped and self._dropped[peer] < record.time
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + REJOIN_S)

@@ -1,6 +1,6 @@
 """A peer without its network, clock and tensors: `Node` has the peer's state machines, and passes events to them.
 
-    JOINING --Started--> TRAINING --leave--> LEFT
+    JOINING --Started--> TRAINING --leave--> LEAVING
 
 `Node.handle` takes one event and returns a list of effects. In a real peer, peers/runtime/host.py carries the effects
 out over libp2p; a simulator carries them out in virtual time. Nothing that another peer sends makes `handle` raise: bad
@@ -15,7 +15,6 @@ peers' questions (answers.py).
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from enum import Enum, auto
 from random import Random
 from typing import get_args
 
@@ -40,7 +39,7 @@ from decentral.peers.joining.join import Join, JoinPhase, JoinTag
 from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.link_probes import Prober, ProbeTag
 from decentral.peers.membership.record_gossip import RecordGossip, RecordsTag
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.membership.roster import Roster
 from decentral.peers.membership.swarm_size import SwarmSize
 from decentral.peers.runtime.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
@@ -65,20 +64,12 @@ ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, job
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
 
-class NodePhase(Enum):
-    """The phases of a node; the module's docstring shows the transitions."""
-
-    JOINING = auto()
-    TRAINING = auto()
-    LEFT = auto()
-
-
 @dataclass(slots=True)
 class Node:
     """All state machines of one peer; a host or simulator calls `begin`, `handle` and `leave`."""
 
     first_setup: InitVar[NodeSetup]
-    phase: NodePhase = NodePhase.JOINING
+    phase: PeerPhase = PeerPhase.JOINING
     _handled_at: Seconds = 0.0  # when `handle` got its last event
     meter: Meter = field(default_factory=Meter)
     traffic: TrafficCounter = field(default_factory=TrafficCounter)
@@ -212,7 +203,7 @@ class Node:
     @property
     def wake_at(self) -> Seconds | None:
         """Return when the node needs the next timer event (Woke); None if it has left, or needs none."""
-        if self.phase is NodePhase.LEFT:
+        if self.phase is PeerPhase.LEAVING:
             return None
         times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
         times += [self.gossip.wake_at, self.record_gossip.wake_at]
@@ -220,7 +211,7 @@ class Node:
             times += [self.route_planner.routes.wake_at, self.route_planner.wake_at]
         if self.span_manager:
             times.append(self.span_manager.span_move.wake_at)
-            times.append(self.span_manager.wake_at if self.phase is NodePhase.TRAINING else None)
+            times.append(self.span_manager.wake_at if self.phase is PeerPhase.TRAINING else None)
         if self.rounds:
             times.append(self.rounds.wake_at)
         return earliest(times)
@@ -232,7 +223,7 @@ class Node:
 
     def handle(self, event: PeerEvent, now: Seconds) -> list[PeerEffect]:
         """Take one event, and return the effects in the order in which the host must carry them out."""
-        if self.phase is NodePhase.LEFT:  # handle only the outcome of the last checkpoint, and refuse questions
+        if self.phase is PeerPhase.LEAVING:  # handle only the outcome of the last checkpoint, and refuse questions
             if isinstance(event, Asked):
                 return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
             if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):
@@ -266,7 +257,7 @@ class Node:
 
         Afterwards `handle` only refuses questions, and records the outcome of the last checkpoint.
         """
-        self.phase = NodePhase.LEFT
+        self.phase = PeerPhase.LEAVING
         last = [*self.answers.leave(), *self.progress.flush(now), self.traffic.line(), *self.roster.leave(now)]
         return [*last, *self.witness.last_lines()]
 
@@ -327,7 +318,7 @@ class Node:
         return effects + self.clock.follow([entry.record.lr_step for entry in self.roster.live.values()])
 
     def _started(self, event: jobs.Started, now: Seconds) -> list[PeerEffect]:
-        self.phase = NodePhase.TRAINING
+        self.phase = PeerPhase.TRAINING
         if self.progress.joined_at is None:
             self.progress.begin(now, event.step, fetched=bool(self.join.fetch.used))
         self.prober.begin(now)
@@ -387,9 +378,9 @@ class Node:
         To find peers with newer weights, this peer looks up all records at once.
         """
         effects: list[PeerEffect] = [*rounds.handle(Woke(), now)]
-        if rounds.behind and self.phase is NodePhase.TRAINING:
+        if rounds.behind and self.phase is PeerPhase.TRAINING:
             effects += [Log(BehindLine(round=rounds.number, reason=rounds.behind)), *rounds.stop()]
-            self.phase, self.join = NodePhase.JOINING, self._new_join(0, False, self.join.chance)
+            self.phase, self.join = PeerPhase.JOINING, self._new_join(0, False, self.join.chance)
             self.join.begin(now)
             self.roster.renew_soon(now)
             effects += self.roster.look_up(now)
@@ -400,7 +391,7 @@ class Node:
 
         Return [] if this peer does not train.
         """
-        if self.phase is not NodePhase.TRAINING:
+        if self.phase is not PeerPhase.TRAINING:
             return []
         effects: list[PeerEffect] = [*route_planner.look_for_lost(now)]
         if route_planner.is_due(now):
@@ -413,11 +404,11 @@ class Node:
 
     def is_training(self) -> bool:
         """Return whether this peer trains; False while it joins and after it has left."""
-        return self.phase is NodePhase.TRAINING
+        return self.phase is PeerPhase.TRAINING
 
     def compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
         """Return our own record as of `now`, in phase "leaving" if `leaving` is True, else in the node's phase."""
-        return self.own_record.compose("leaving" if leaving else "training" if self.is_training() else "joining", now)
+        return self.own_record.compose(PeerPhase.LEAVING if leaving else self.phase, now)
 
 
 def _is_due(wake_at: Seconds | None, now: Seconds) -> bool:

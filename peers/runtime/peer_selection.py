@@ -15,6 +15,7 @@ from decentral.core.choices import ALGORITHMS
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerPhase
 from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import PresentSetup
@@ -134,7 +135,7 @@ class PeerSelection:
         self._forget_an_old_roster()
         if self._trainers is None:
             live = self.roster.live.items()
-            self._trainers = sorted(peer for peer, entry in live if entry.record.phase == "training")
+            self._trainers = sorted(peer for peer, entry in live if entry.record.phase == PeerPhase.TRAINING)
         return self._trainers
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
@@ -162,7 +163,7 @@ class PeerSelection:
         such peers can refuse.
         """
         entry = self.roster.live.get(peer)
-        if entry is None or entry.record.phase != "training":
+        if entry is None or entry.record.phase != PeerPhase.TRAINING:
             return self.setup.now.whole and (entry is None or entry.record.covers(fragment))
         return entry.record.covers(fragment)
 

@@ -21,7 +21,7 @@ from decentral.core.jobs import ChangeSpan, RetainedChanged, RetainedStates, Spa
 from decentral.core.machine import Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import Profile
+from decentral.peers.membership.records import PeerPhase, Profile
 from decentral.peers.runtime.answers import Answers
 from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.own_record import OwnRecord
@@ -236,7 +236,7 @@ class SpanManager:
         members = {
             peer: _member(spans[peer], entry.record.profile, may_train(setup.private, peer), entry.record.lr_step)
             for peer, entry in live.items()
-            if entry.record.phase == "training"
+            if entry.record.phase == PeerPhase.TRAINING
         }
         profile = self.own_record.published or self.own_record.profile(now)
         originates, lr_step = may_train(setup.private, setup.own.peer), self.selection.progress.lr_step

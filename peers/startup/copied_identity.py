@@ -14,6 +14,7 @@ from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.temporary import temporary_folder
 from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerPhase
 from decentral.peers.membership.swarm_size import Look, key_of
 from decentral.peers.startup.reach_swarm import SwarmAccess, connect
 
@@ -71,6 +72,6 @@ async def _in_record(access: SwarmAccess, own: Signer) -> list[str]:
             record = records.unpack(own.open(key, own.peer, sealed, access.clock())[0])
         except ProtocolError:
             continue
-        left = record.phase == "leaving"
+        left = record.phase == PeerPhase.LEAVING
         return [] if left else [address for address in record.addresses if "/p2p-circuit" not in address]
     return []

@@ -66,7 +66,7 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
         begun, clock = PeerStart(asked.without_address_of(own.peer), folder, own, device, island), SwarmClock()
         run = own_run(begun)
-        shared.starting("opening the network (libp2p)")
+        shared.starting("opening the network")
         transport = await _listen(begun, clock)
         try:
             access = await reach_swarm(begun, run, transport, clock)

@@ -37,7 +37,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.engine import memory
 from decentral.peers.membership import records, swarm_size
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmTimes
 from decentral.scheduler.placement import span_choice
 from decentral.scheduler.placement.evaluate import FIRST
@@ -208,7 +208,7 @@ async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerI
     Returns:
         The peers; None if no peer trains; () if none of them answers, since our own network may be at fault.
     """
-    training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
+    training = [peer for peer, record in found.items() if record.phase == PeerPhase.TRAINING and peer != own]
     by_age = sorted(training, key=lambda peer: (found[peer].time, peer))
     half = MOST_TRIED // 2
     asked = by_age if len(by_age) <= MOST_TRIED else [*by_age[:half], *by_age[-half:]]
@@ -238,7 +238,7 @@ def _holders(
         for peer, record in found.items()
         if peer != own
         and not record.profile.alone
-        and (record.phase == "training" or (record.time, peer) < (claimed_at, own))
+        and (record.phase == PeerPhase.TRAINING or (record.time, peer) < (claimed_at, own))
     }
     speeds = {peer: 0.0 if peer in silent else record.profile.tokens_per_s for peer, record in earlier.items()}
     typical = _mean(speeds.values()) or 1.0

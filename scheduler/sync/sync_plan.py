@@ -19,7 +19,7 @@ from decentral.core.near_names import listed
 from decentral.scheduler.sync import annealing, degrees, evolve, exact, explain, gcma, layouts, local_search, step_needs
 from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout
 from decentral.scheduler.topology.arrays import Ints
-from decentral.scheduler.topology.plan import SyncPlan
+from decentral.scheduler.topology.plan_forms import SyncPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from decentral.scheduler.throughput.layer_costs import ROUND_S, LayerCosts
 from decentral.scheduler.topology.arrays import Floats
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.topology import Topology
 
 

@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from decentral.comm.wire.meter import FAST
+from decentral.core.choices import wires_of
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import KindCosts, share
@@ -22,8 +23,6 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 SAME_RATE = 1e-9  # rates that differ by a smaller share count as equal
 UNLIMITED = 1e12  # bytes/s that stand for an uplink above FAST, which probes of a few links cannot measure
 UNMEASURED_LINK = 12.5e6  # assumed bytes/s of an unmeasured link, as in scheduler/topology/topology.py
-# Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
-WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class TokenLinks:
     def of(cls, config: Config) -> Self:
         """Return a run's figures."""
         sequences = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
-        crossing = crossing_bytes(config, WIRE_BYTES[config.routes.wire])
+        crossing = crossing_bytes(config, wires_of(config.routes.wire)[0].value_bytes)
         awaited = 0 if config.routes.overlap else config.train.accumulate
         return cls(crossing, config.gossip.share_beside_tokens, sequences * config.model.context, awaited)
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from decentral.core.errors import UserError
 from decentral.core.layer_work import UNMEASURED, KindCosts
 from decentral.core.near_names import listed
 from decentral.core.strict_json import JsonFields
-from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology_file import (
     PeerForm,
     TopologyFile,
@@ -60,6 +60,52 @@ class Site:
     down: float  # bytes/s that the peers together receive; inf: unlimited
 
 
+class LinkMatrices(NamedTuple):
+    """The properties of links, each N x N: from the row's peer to the column's peer."""
+
+    delay_s: Floats  # one way
+    bandwidth: Floats  # bytes/s
+    loss: Floats  # share of packets
+
+    def among(self, peers: Sequence[int]) -> "LinkMatrices":
+        """Return the links between the peers with these numbers, in this order."""
+        return LinkMatrices._make(matrix[np.ix_(peers, peers)] for matrix in self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProperty:
+    """How a topology file gives one property of links."""
+
+    key: str  # in LinkForm, and in TopologyFile as an N x N matrix
+    times: float = 1.0  # the file's number is multiplied by this
+    over: float = 1.0  # and divided by this
+    above_zero: bool = False  # whether 0 is invalid
+    below: float = np.inf
+    to_itself: float = 0.0  # of a peer's link to itself
+    inside: float = 0.0  # the file's number within a region that has one peer, and no link of its own
+
+    @property
+    def bounds(self) -> str:
+        """Return which numbers are valid, as text."""
+        least = "above 0" if self.above_zero else "at least 0"
+        return least if self.below == np.inf else f"{least} and below {self.below:g}"
+
+    def is_valid(self, values: Floats) -> Flags:
+        """Return which of the file's numbers are valid."""
+        return ((values > 0) if self.above_zero else (values >= 0)) & (values < self.below)
+
+    def in_si(self, values: Floats) -> Floats:
+        """Return the file's numbers in SI units."""
+        return values * self.times / self.over
+
+
+LINK_PROPERTIES = {  # one for each field of LinkMatrices, in the same order
+    "delay_s": LinkProperty(key="delay_ms", over=1e3),
+    "bandwidth": LinkProperty(key="bandwidth_gbps", times=GBIT, above_zero=True, to_itself=np.inf, inside=1.0),
+    "loss": LinkProperty(key="loss", below=1.0),
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """N peers and the links between them. A peer has zero delay and infinite bandwidth to itself."""
@@ -69,14 +115,27 @@ class Topology:
     devices: tuple[str, ...]
     memory_bytes: Floats
     flops: Floats
-    delay_s: Floats  # N x N, one way, from the row's peer to the column's peer
-    bandwidth: Floats  # N x N, bytes/s from the row's peer to the column's peer
+    links: LinkMatrices
     up: Floats  # bytes/s that each peer sends to all others together; inf: unlimited
     down: Floats  # bytes/s that each peer receives from all others together; inf: unlimited
-    loss: Floats  # N x N, share of packets lost
     workload: Workload | None = None
     sites: tuple[Site, ...] = ()
     costs: tuple[KindCosts, ...] = ()  # each peer's measured costs of the layers of one model; (): none is known
+
+    @property
+    def delay_s(self) -> Floats:
+        """Return each link's delay in seconds, one way, (N, N)."""
+        return self.links.delay_s
+
+    @property
+    def bandwidth(self) -> Floats:
+        """Return each link's rate in bytes/s while all other links are idle, (N, N)."""
+        return self.links.bandwidth
+
+    @property
+    def loss(self) -> Floats:
+        """Return each link's share of packets lost, (N, N)."""
+        return self.links.loss
 
     def __len__(self) -> int:
         """Return the number of peers."""
@@ -91,7 +150,7 @@ class Topology:
         state = hashlib.blake2b(json.dumps([peers, sites, *costs]).encode(), digest_size=16)
         for vector in (self.memory_bytes, self.flops, self.up, self.down):
             state.update(np.ascontiguousarray(vector[order]).tobytes())
-        for matrix in (self.delay_s, self.bandwidth, self.loss):
+        for matrix in self.links:
             state.update(np.ascontiguousarray(matrix[np.ix_(order, order)]).tobytes())
         return state.hexdigest()
 
@@ -110,7 +169,6 @@ def sites_of(topology: Topology) -> Ints:
 
 def among(topology: Topology, peers: Sequence[int]) -> Topology:
     """Return the topology of the peers with these numbers only, in this order."""
-    grid = np.ix_(peers, peers)
     return replace(
         topology,
         ids=tuple(topology.ids[peer] for peer in peers),
@@ -118,11 +176,9 @@ def among(topology: Topology, peers: Sequence[int]) -> Topology:
         devices=tuple(topology.devices[peer] for peer in peers),
         memory_bytes=topology.memory_bytes[peers],
         flops=topology.flops[peers],
-        delay_s=topology.delay_s[grid],
-        bandwidth=topology.bandwidth[grid],
+        links=topology.links.among(peers),
         up=topology.up[peers],
         down=topology.down[peers],
-        loss=topology.loss[grid],
         costs=tuple(topology.costs[peer] for peer in peers) if topology.costs else (),
     )
 
@@ -208,7 +264,7 @@ def topology_from_profiles(
         )
         for number, name in enumerate(ids)
     ]
-    found = _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
+    found = _topology(peers, LinkMatrices(delay, bandwidth, np.zeros_like(delay)), None)
     return replace(found, costs=tuple(costs.get(name, UNMEASURED) for name in ids)) if costs else found
 
 
@@ -216,48 +272,39 @@ def _workload(form: WorkloadForm) -> Workload:
     return Workload(form.stages, form.replicas, form.gradient_gbytes, form.activation_gbytes, form.tokens)
 
 
-def _matrices(spec: TopologyFile, regions: list[str]) -> tuple[Floats, Floats, Floats]:
-    """Return delay (seconds), bandwidth (bytes/s) and loss (share of packets) between peers, each N x N."""
+def _matrices(spec: TopologyFile, regions: list[str]) -> LinkMatrices:
+    """Return the properties of links between peers; raise UserError if one is missing or not valid."""
     count = len(regions)
     if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
         raise UserError("topology: expected both delay_ms and bandwidth_gbps, or neither; one of them is missing")
     if spec.loss is not None and spec.delay_ms is None:
         raise UserError("topology: loss needs delay_ms and bandwidth_gbps; without these, set loss in each of links")
-    if spec.delay_ms is not None and spec.bandwidth_gbps is not None:
-        delay = _full("delay_ms", spec.delay_ms, count)
-        rate = _full("bandwidth_gbps", spec.bandwidth_gbps, count)
-        loss = _full("loss", spec.loss, count) if spec.loss is not None else np.zeros((count, count))
-        return delay / 1e3, GBIT * rate, loss
+    if spec.delay_ms is not None:
+        given = ((one, getattr(spec, one.key)) for one in LINK_PROPERTIES.values())
+        found = [np.zeros((count, count)) if rows is None else _full(one, rows, count) for one, rows in given]
+        return LinkMatrices._make(found)
     names = list(dict.fromkeys(regions))
     return _by_region(spec, names, np.array([names.index(region) for region in regions]))
 
 
-def _full(name: str, rows: list[list[float]], count: int) -> Floats:
-    """Return a matrix of the file as a count x count array; raise UserError if its shape or a value is not valid."""
+def _full(one: LinkProperty, rows: list[list[float]], count: int) -> Floats:
+    """Return a matrix of the file as a count x count array in SI units; raise UserError if it is not valid."""
     shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
     square = len(rows) == count and all(len(row) == count for row in rows)
-    require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
+    require(square, f"{one.key} of {count} x {count} numbers, one row per peer", shape)
     matrix = np.array(rows, dtype=np.float64)
     off = ~np.eye(count, dtype=bool)
-    sign = {"delay_ms": "at least 0", "bandwidth_gbps": "above 0", "loss": "at least 0 and below 1"}[name]
-    above = matrix[off] > 0 if name == "bandwidth_gbps" else matrix[off] >= 0
-    good = np.isfinite(matrix[off]) & above & ((matrix[off] < 1) | (name != "loss"))
+    good = np.isfinite(matrix[off]) & one.is_valid(matrix[off])
     worst = np.argwhere(off)[int(np.argmin(good))]
-    require(bool(good.all()), f"{name} {sign} between peers", f"{matrix[tuple(worst)]} at {tuple(map(int, worst))}")
-    return matrix
+    found = f"{matrix[tuple(worst)]} at {tuple(map(int, worst))}"
+    require(bool(good.all()), f"{one.key} {one.bounds} between peers", found)
+    return one.in_si(matrix)
 
 
-def _by_region(spec: TopologyFile, names: list[str], region_N: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return delay (s), bandwidth (bytes/s) and loss of links, N x N each; raise UserError if a link is missing."""
+def _by_region(spec: TopologyFile, names: list[str], region_N: Ints) -> LinkMatrices:
+    """Return the properties of links by the peers' regions; raise UserError if a link is missing."""
     count = len(names)
-    default = spec.across
-    delay = np.full((count, count), default.delay_ms if default else np.nan)
-    rate = np.full((count, count), default.bandwidth_gbps if default else np.nan)
-    loss = np.full((count, count), default.loss if default else 0.0)
-    if spec.inside:
-        np.fill_diagonal(delay, spec.inside.delay_ms)
-        np.fill_diagonal(rate, spec.inside.bandwidth_gbps)
-        np.fill_diagonal(loss, spec.inside.loss)
+    links = {}  # (row, column) of regions -> its link; later ones replace earlier ones
     known = {name: i for i, name in enumerate(names)}
     for link in spec.links:
         for name in link.between:
@@ -265,51 +312,53 @@ def _by_region(spec: TopologyFile, names: list[str], region_N: Ints) -> tuple[Fl
                 raise UserError(f"topology: links name an unknown region {name}; known: {listed(name, names)}")
         if all(name in known for name in link.between):
             a, b = (known[name] for name in link.between)
-            delay[a, b] = delay[b, a] = link.delay_ms
-            rate[a, b] = rate[b, a] = link.bandwidth_gbps
-            loss[a, b] = loss[b, a] = link.loss
+            links[a, b] = links[b, a] = link
     alone = np.bincount(region_N, minlength=count) < 2  # a region with one peer needs no link within the region
-    missing = np.isnan(rate) & ~np.diag(alone)
-    if missing.any():
-        a, b = np.argwhere(missing)[0]
-        raise UserError(f"topology: no link between {names[a]} and {names[b]}; add one to links, inside or across")
-    grid = np.ix_(region_N, region_N)
-    return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT, loss[grid]
+    found = []
+    for one in LINK_PROPERTIES.values():
+        matrix = np.full((count, count), getattr(spec.across, one.key, np.nan))
+        if spec.inside:
+            np.fill_diagonal(matrix, getattr(spec.inside, one.key))
+        for pair, link in links.items():
+            matrix[pair] = getattr(link, one.key)
+        missing = np.isnan(matrix) & ~np.diag(alone)
+        if missing.any():
+            a, b = np.argwhere(missing)[0]
+            raise UserError(f"topology: no link between {names[a]} and {names[b]}; add one to links, inside or across")
+        found.append(one.in_si(np.nan_to_num(matrix, nan=one.inside)[np.ix_(region_N, region_N)]))
+    return LinkMatrices._make(found)
 
 
 def _topology(
     peers: Sequence[PeerForm],
-    matrices: tuple[Floats, Floats, Floats],
+    matrices: LinkMatrices,
     workload: Workload | None,
     sites: tuple[Site, ...] = (),
 ) -> Topology:
     """Return the topology of these peers; their uplinks and downlinks, and those of sites, limit each link's bandwidth.
 
-    `matrices` are delay (seconds), bandwidth (bytes/s) and loss (share of packets), each N x N.
+    The diagonals of `matrices` are overwritten.
     """
-    delay, bandwidth, loss = matrices
     up = np.array([peer.up_gbps * GBIT for peer in peers])
     down = np.array([peer.down_gbps * GBIT for peer in peers])
-    bandwidth = np.minimum(bandwidth, np.minimum.outer(up, down))
+    bandwidth = np.minimum(matrices.bandwidth, np.minimum.outer(up, down))
     for site in sites:
         inside = np.array([peer.region == site.region for peer in peers])
         bandwidth[np.ix_(inside, ~inside)] = np.minimum(bandwidth[np.ix_(inside, ~inside)], site.up)
         bandwidth[np.ix_(~inside, inside)] = np.minimum(bandwidth[np.ix_(~inside, inside)], site.down)
     costs = tuple(peer.layers.costs() if peer.layers else UNMEASURED for peer in peers)
-    np.fill_diagonal(loss, 0.0)
-    np.fill_diagonal(delay, 0.0)
-    np.fill_diagonal(bandwidth, np.inf)
+    matrices = matrices._replace(bandwidth=bandwidth)
+    for one, matrix in zip(LINK_PROPERTIES.values(), matrices, strict=True):
+        np.fill_diagonal(matrix, one.to_itself)
     return Topology(
         ids=tuple(peer.id for peer in peers),
         regions=tuple(peer.region for peer in peers),
         devices=tuple(peer.device for peer in peers),
         memory_bytes=np.array([peer.memory_gb * 1e9 for peer in peers]),
         flops=np.array([peer.tflops * 1e12 for peer in peers]),
-        delay_s=delay,
-        bandwidth=bandwidth,
+        links=matrices,
         up=up,
         down=down,
-        loss=loss,
         workload=workload,
         sites=sites,
         costs=costs if any(peer.layers for peer in peers) else (),

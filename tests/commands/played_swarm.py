@@ -14,7 +14,7 @@ from decentral.comm.wire.messages import Welcome
 from decentral.core import config
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from tests.patient_time import LIMIT_S, PatientLoop
 
 RUN = RunId("gpt-3fa2c1")
@@ -51,5 +51,5 @@ class PlayedSwarm:
     async def announce(self, name: str, region: str, device: str = "cpu") -> None:
         own, key, expires = Identity.load_or_create(self.folder / name), f"{RUN}/peers", time.time() + HOUR_S
         profile = Profile(device, 8 * 10**9, 1e10, 500.0, region=region)
-        record = PeerRecord(RUN, time.time(), (), profile, 0, 6, 0, 0, 0, phase="training")
+        record = PeerRecord(RUN, time.time(), (), profile, 0, 6, 0, 0, 0, phase=PeerPhase.TRAINING)
         assert await self.directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)

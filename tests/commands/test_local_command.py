@@ -426,7 +426,7 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
         for number in (0, 1)
     }
     begins = ["choosing which layers this peer holds", "loading the data (python-stdlib)", "building the model"]
-    network, directory = "opening the network (libp2p)", "joining the DHT"
+    network, directory = "opening the network", "joining the DHT"
     assert said[0] == [network, directory, *begins, "measuring the device"]
     (asking,) = (line for line in said[1] if line.startswith("asking /ip4/"))
     assert said[1] == [network, asking, directory, *begins]

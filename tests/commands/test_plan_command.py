@@ -17,7 +17,7 @@ from decentral.core.layer_work import KindCost, KindCosts
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.scheduler.sync.sync_plan import SYNC_SOLVERS
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.throughput.solvers import THROUGHPUT_SOLVERS
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
@@ -40,6 +40,8 @@ def test_the_help_names_every_solver(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         plan.parse(["--help"])
     words = set(re.findall(r"[a-z]+", capsys.readouterr().out))
+    solvers = {name: one.solvers for name, one in plan.OBJECTIVES.items()}
+    assert solvers == {"sync": (*SYNC_SOLVERS,), "throughput": (*THROUGHPUT_SOLVERS,)}
     assert words >= {*SYNC_SOLVERS, *THROUGHPUT_SOLVERS}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -36,6 +37,8 @@ def unbounded(annotation: Any, limits: Sequence[object] = ()) -> list[str]:
         return [] if known & {"ge", "gt"} and known & {"le", "lt"} else ["a number"]
     if annotation in (str, bytes):
         return [] if "max_length" in known else ["a text"]
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return []
     return [] if annotation in (bool, NoneType) or kind is Literal else [str(annotation)]
 
 

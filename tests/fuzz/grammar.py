@@ -29,7 +29,7 @@ from tests.fuzz import values
 from tests.fuzz.device import FORMS, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
 
 T = TypeVar("T")
-PHASES: tuple[PeerPhase, ...] = (*("training",) * 8, "joining", "leaving")  # of records
+PHASES: tuple[PeerPhase, ...] = (*(PeerPhase.TRAINING,) * 8, PeerPhase.JOINING, PeerPhase.LEAVING)  # of records
 CROWD, CROWD_S = 8, 30.0  # liars that say most, and for how long
 ONE_FIELD = 0.2  # share of messages with one field of any value
 ANY_MESSAGE = 0.04  # share of messages that are of any kind, with any fields

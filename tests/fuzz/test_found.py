@@ -15,7 +15,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.membership.roster import MOST_DROPPED
 from tests.peers.runtime.test_node import LAYOUT, PROFILE, RUN, Played, identity
 
@@ -32,7 +32,7 @@ def says_what_others_take(played: Played) -> bool:
 def publish(played: Played, **fields: Any) -> None:
     """A liar's record, which is signed as it should be."""
     liar = identity("liar")
-    record = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 5, 5, 100, phase="training")
+    record = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 5, 5, 100, phase=PeerPhase.TRAINING)
     body = records.pack(dataclasses.replace(record, **fields))
     played.deliver(Found(f"{RUN}/peers", {liar.peer: liar.seal(f"{RUN}/peers", body, played.now + 600)}))
 

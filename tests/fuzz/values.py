@@ -6,6 +6,7 @@ Edges are as likely as all that lies between them: the least and the greatest nu
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from random import Random
 from types import NoneType, UnionType
@@ -43,6 +44,9 @@ def _maker(annotation: Any, bounds: dict[str, Any]) -> Make:
     if kind is Literal:
         words = get_args(annotation)
         return lambda chance: chance.choice(words)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        members = tuple(annotation)
+        return lambda chance: chance.choice(members)
     if kind is tuple:
         return _rows(get_args(annotation), bounds)
     if isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or issubclass(annotation, tuple)):

@@ -1,22 +1,27 @@
 """Weights from live peers: piece by piece, from as many holders as are wanted, and from others where some fail."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 from decentral.comm.codecs import blockwise
+from decentral.comm.codecs.sections import Packer
+from decentral.comm.gossip.allreduce import AllReduceRule
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import StateRequest
 from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
+from decentral.core.choices import ALGORITHMS
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.engine import memory
 from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.fragment import Live
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.serving import gather_weights
 from decentral.serving.gather_weights import HolderWeights
 
@@ -49,7 +54,7 @@ class Serving:
     def gathered(self, copies: int, **spans: tuple[int, int]) -> list[HolderWeights]:
         """What peers with these layers give."""
         live = {
-            PeerId(name): PeerRecord(RUN, 1.0, (), PROFILE, *span, 0, 0, 0, phase="training")
+            PeerId(name): PeerRecord(RUN, 1.0, (), PROFILE, *span, 0, 0, 0, phase=PeerPhase.TRAINING)
             for name, span in spans.items()
         }
         transport: Transport = self  # type: ignore[assignment]
@@ -67,6 +72,27 @@ def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
     for mixed in swarm.computes[PeerId("A")].gossip.fragments:
         assert torch.equal(found[0].weights[mixed.live.fragment.index], mixed.live.theta)
     assert found[0].steps == {0: STEP, 1: STEP, 2: STEP}
+
+
+class MeanRule(AllReduceRule):
+    """A rule whose newcomers get the weights under a name that no other rule uses."""
+
+    donated: Mapping[str, str] = {"count": "fp32", "mean": "fp32"}
+    weights_section = "mean"
+
+    def donate(self, live: Live, packer: Packer) -> None:
+        packer.add("count", "fp32", torch.zeros_like(live.theta, dtype=torch.float32))
+        super().donate(live, packer)
+
+
+def test_a_rule_names_the_section_that_has_the_weights(
+    setup_of: Callable[..., ComputeSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALGORITHMS, "pull", replace(ALGORITHMS["allreduce"], rule=f"{__name__}:MeanRule"))
+    swarm = Serving(setup_of)
+    (found,) = swarm.gathered(1, A=(0, 3))
+    for mixed in swarm.computes[PeerId("A")].gossip.fragments:
+        assert torch.equal(found.weights[mixed.live.fragment.index], mixed.live.theta)
 
 
 def test_one_copy_is_asked_of_one_peer(setup_of: Callable[..., ComputeSetup]) -> None:

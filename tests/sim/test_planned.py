@@ -12,7 +12,7 @@ from decentral.core import config, layer_work, strict_json
 from decentral.core.errors import UserError
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim import planned
 from decentral.sim.planned import PlayedPlan, PlayedResult

@@ -33,7 +33,7 @@ from decentral.view.hook_messages import (
     MESSAGE_CHARS,
     HookMessage,
     Messages,
-    kind_of,
+    hook_kind,
     kinds_of,
 )
 from decentral.view.webhook import POST_TRIES, Webhook, body_for
@@ -128,7 +128,7 @@ def receiver() -> Iterator[Receiver]:
 def test_every_kind_of_event_is_known_and_has_one_sentence() -> None:
     assert set(HAPPENED) == set(HOOK_KINDS), "add each to HAPPENED of tests/view/test_event_hooks.py"
     for kind in HAPPENED:
-        assert kind_of(happened(kind)) == kind
+        assert hook_kind(happened(kind)) == kind
         found = message(kind)
         assert (found.event, found.run, found.name) == (kind, "gpt-3fa2c1", "ann")
         assert found.text.isprintable()
@@ -137,7 +137,7 @@ def test_every_kind_of_event_is_known_and_has_one_sentence() -> None:
 
 def test_what_happens_many_times_a_second_is_told_to_nobody() -> None:
     for name, fields in (("step", {}), ("exchange", {"outcome": "done"}), ("traffic", {}), ("hook", {})):
-        assert kind_of(event_of(name, **fields)) is None
+        assert hook_kind(event_of(name, **fields)) is None
 
 
 def test_sixteen_kinds_of_event_reach_a_real_web_server_within_five_seconds(

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from decentral.core.journal.events import ExchangeLine
 from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.time_spent import TimeSpent
+from decentral.peers.membership.records import PeerPhase
 from decentral.peers.runtime.host import Host
-from decentral.peers.runtime.node import NodePhase
 from decentral.peers.runtime.progress import TrainingSpeed
 from decentral.view import metrics_server
 from decentral.view.metrics import METRICS, PeerMetric
@@ -278,7 +278,7 @@ def test_a_peer_that_trains_is_healthy_and_ready_and_one_in_trouble_only_healthy
         running = await swarm.start("A")
         host = swarm.hosts["A"]
         async with metrics_served(bound(HERE), host) as url:
-            await swarm.until(lambda: host.node.phase is NodePhase.TRAINING)
+            await swarm.until(lambda: host.node.phase is PeerPhase.TRAINING)
             found.extend([await asyncio.to_thread(asked, url, path) for path in ("/healthz", "/readyz")])
             host.watch.note("disk", "the disk is full\x1b[2J")
             found.extend([await asyncio.to_thread(asked, url, path) for path in ("/healthz", "/readyz")])

@@ -14,9 +14,9 @@ from decentral.core import config
 from decentral.scheduler.sync.layout_cost import problem_of
 from decentral.scheduler.sync.step_needs import divided
 from decentral.scheduler.sync.sync_plan import sync_plan
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology as topologies
-from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.plan_forms import SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, Workload
 from decentral.view.canvas import colours, link_text, seconds_text, speed_text

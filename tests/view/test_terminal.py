@@ -22,9 +22,9 @@ from decentral.core.times import clock_time
 from decentral.core.units import Amount
 from decentral.model.shape import LoraConfig
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import DEAD_AFTER, RosterEntry
-from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.view import terminal
 
@@ -46,7 +46,7 @@ def meet(ours: Node, folder: Path, name: str, number: int = 0) -> list[Log]:
     """Let a node read the record of a stranger with this name; return what it journals."""
     stranger = Identity.load_or_create(folder / f"{number}.key")
     profile = Profile(name, 1 << 30, 1e9, 1e4, region=name, software=name, name=name)
-    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase=PeerPhase.TRAINING)
     sealed = stranger.seal(KEY, records.pack(record), NOW + 60)
     return [one for one in ours.handle(Found(KEY, {stranger.peer: sealed}), NOW) if isinstance(one, Log)]
 
@@ -77,10 +77,10 @@ def test_a_peer_that_joins_says_so_instead_of_figures(
     met: tuple[Node, list[Log]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, _ = met
-    ours.phase = NodePhase.JOINING
+    ours.phase = PeerPhase.JOINING
     terminal.LineDisplay().update(ours, NOW)
     assert capsys.readouterr().out == f"starting: joining; known peers: {len(NAMES)}, received: 0 B\n"
-    ours.phase = NodePhase.TRAINING
+    ours.phase = PeerPhase.TRAINING
     terminal.LineDisplay().update(ours, NOW)
     assert capsys.readouterr().out.startswith(f"{clock_time(NOW)}  step 0  loss ")
 
@@ -90,7 +90,7 @@ def test_a_peer_that_leaves_or_joins_has_a_line(
 ) -> None:
     ours, shown, display = met[0], io.StringIO(), terminal.LineDisplay()
     live = terminal.LiveDisplay(Console(file=shown, width=200, highlight=False))
-    ours.phase = NodePhase.TRAINING
+    ours.phase = PeerPhase.TRAINING
     for one in (display, live):
         one.update(ours, NOW)
     assert "peer " not in capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_a_peer_that_leaves_or_joins_has_a_line(
 
 def test_a_peer_that_is_lost_is_not_said_to_have_left(met: tuple[Node, list[Log]]) -> None:
     ours, company = met[0], terminal.Company()
-    ours.phase = NodePhase.TRAINING
+    ours.phase = PeerPhase.TRAINING
     assert company.changes(ours) == []
     gone = sorted(ours.roster.live)[0]
     who = titled(gone, ours.roster.live[gone].record.profile.name)
@@ -121,7 +121,7 @@ def test_a_peer_that_is_lost_is_not_said_to_have_left(met: tuple[Node, list[Log]
 
 def test_a_first_step_that_takes_long_is_said(met: tuple[Node, list[Log]]) -> None:
     ours = met[0]
-    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW
+    ours.phase, ours.progress.joined_at = PeerPhase.TRAINING, NOW
     assert terminal.first_step(ours, NOW + terminal.LONG_STEP_S - 1) == []
     assert terminal.first_step(ours, NOW + 60) == ["the first step is taking 60 s (train.micro_batch 8)"]
     ours.progress.tokens = 1
@@ -196,7 +196,7 @@ def test_a_public_swarm_says_so_and_whether_its_algorithm_is_made_against_hostil
 
 def test_a_peer_is_shown_with_its_name_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = node(tmp_path, Config(), name="ann")
-    ours.phase, display = NodePhase.TRAINING, terminal.LineDisplay()
+    ours.phase, display = PeerPhase.TRAINING, terminal.LineDisplay()
     display.update(ours, NOW)
     meet(ours, tmp_path, "bob")
     display.update(ours, NOW)
@@ -225,7 +225,7 @@ def uncolored(text: str) -> str:
 
 def test_the_peer_of_this_terminal_is_marked_among_others_of_its_name(tmp_path: Path) -> None:
     ours = node(tmp_path, Config(), name="ann")
-    ours.phase = NodePhase.TRAINING
+    ours.phase = PeerPhase.TRAINING
     meet(ours, tmp_path, "ann")
     (other,) = ours.roster.live
     shown = {line for line in uncolored(screen(ours, 80, 24)).splitlines() if "(ann)" in line}
@@ -236,10 +236,10 @@ def test_the_peer_of_this_terminal_is_marked_among_others_of_its_name(tmp_path: 
 
 def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path) -> None:
     ours = node(tmp_path, Config(), name="ann")
-    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100
+    ours.phase, ours.progress.joined_at = PeerPhase.TRAINING, NOW - 100
     ours.progress.stop_after = Amount(200, "s")
     profile = Profile("a device", 1 << 30, 1e9, 1e4, name="a name of thirty-two characters!")
-    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase=PeerPhase.TRAINING)
     ours.roster.live |= {PeerId(f"Qmstranger{number:06d}"): RosterEntry(record, NOW + 60) for number in range(30)}
     said = screen(ours, 80, 24, ("the disk is full, so the newest checkpoint is two hours old: make room there",))
     lines = uncolored(said).splitlines()
@@ -253,9 +253,9 @@ def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path
 
 def test_a_wide_terminal_cuts_long_devices_and_regions_and_no_figures(tmp_path: Path) -> None:
     ours = node(tmp_path, Config())
-    ours.phase = NodePhase.TRAINING
+    ours.phase = PeerPhase.TRAINING
     profile = Profile("a device" * 9, 1 << 30, 1e9, 1e6, region="a region" * 9, name="a name of thirty-two characters!")
-    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 1_234_567, 5, 100, phase="training")
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 1_234_567, 5, 100, phase=PeerPhase.TRAINING)
     ours.roster.live |= {PeerId("Qmstranger000000"): RosterEntry(record, NOW + 60)}
     for width in (terminal.WIDE, 120, 200):
         (line,) = {one for one in uncolored(screen(ours, width, 24)).splitlines() if "thirty-two" in one}
@@ -265,7 +265,7 @@ def test_a_wide_terminal_cuts_long_devices_and_regions_and_no_figures(tmp_path: 
 
 def test_without_color_the_live_view_has_no_color_and_says_the_same(tmp_path: Path) -> None:
     ours = node(tmp_path, Config())
-    ours.phase = NodePhase.TRAINING
+    ours.phase = PeerPhase.TRAINING
     plain, colored = screen(ours, 80, 24, ("look here",)), screen(ours, 80, 24, ("look here",), color=True)
     assert "\x1b[33m" in colored
     assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38|9[0-7])[;m]", plain)
@@ -276,7 +276,7 @@ def test_plain_lines_have_the_goal_and_the_age_of_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = node(tmp_path, Config())
-    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100
+    ours.phase, ours.progress.joined_at = PeerPhase.TRAINING, NOW - 100
     ours.progress.stop_after = Amount(200, "s")
     ours.progress.handle(jobs.Saved(7, 100, 0.1), NOW - 12)
     terminal.LineDisplay().update(ours, NOW)

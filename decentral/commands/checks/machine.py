@@ -17,7 +17,6 @@ from decentral.core.errors import UserError
 
 FILES_NEEDED = 128  # a process must be allowed this many open files; a peer needs up to 45, its libp2p daemon up to 70
 FILES_GOOD = 1024  # this many open files suffice for a stream to each of several hundred peers
-LOADED = ("torch", "hivemind")  # the check imports these packages, because their compiled code may fail to load
 
 
 def python() -> Finding:
@@ -38,13 +37,16 @@ def packages() -> Finding:
         names = " ".join(f"'{one.name}{one.specifier}'" for one in needed if one.name in bad)
         seen = "; ".join(f"{name} {complaint}" for name, complaint in bad.items())
         return wrong("packages", seen, f"{sys.executable} -m pip install {names}")
-    for name in LOADED:
+    from decentral.comm.wire.network import NETWORK_PACKAGE
+
+    loaded = ("torch", NETWORK_PACKAGE)  # their compiled code may fail to load
+    for name in loaded:
         try:
             importlib.import_module(name)
         except Exception as error:  # a compiled package may raise anything while it loads
             seen = f"{name} is installed but does not load: {type(error).__name__}: {error}"
             return wrong("packages", seen, f"{sys.executable} -m pip install --force-reinstall {name}")
-    versions = ", ".join(f"{name} {(_installed(name) or {}).get('Version')}" for name in LOADED)
+    versions = ", ".join(f"{name} {(_installed(name) or {}).get('Version')}" for name in loaded)
     return ok("packages", f"{versions}; {len(needed)} requirements met")
 
 

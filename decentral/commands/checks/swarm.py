@@ -29,7 +29,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.engine import measure, memory
 from decentral.peers.membership import records, swarm_size
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
 from decentral.peers.startup.reach_swarm import connect_all
@@ -230,12 +230,12 @@ class Visit:
             remedy = "peers that answer do not train yet, or cannot reach each other: try again in a minute"
             return warn("swarm", f"run {self.run}: no peer's record is in the DHT", remedy)
         step = max(record.lr_step for record in others)
-        parts = f"{phases.count('training')} train, {phases.count('joining')} join"
+        parts = f"{phases.count(PeerPhase.TRAINING)} train, {phases.count(PeerPhase.JOINING)} join"
         return ok("swarm", f"run {self.run}: {plural(len(others), 'other peer')} ({parts}), learning-rate step {step}")
 
     def _layers(self) -> Finding:
         fragments = memory.needs(self.config).fragments
-        training = [record for record in self.known.values() if record.phase == "training"]
+        training = [record for record in self.known.values() if record.phase == PeerPhase.TRAINING]
         missing = [cut for cut in fragments if not any(record.covers(cut) for record in training)]
         if not training:
             return unknown("layers", "no peer trains yet")

@@ -1,7 +1,7 @@
 """Predict a swarm's speed, memory and traffic from its devices and links. Start at `forecast`.
 
 If every peer holds the whole model, no peer waits for a link, and the swarm's tokens/s are the sum over its devices.
-Otherwise the planner chooses the peers' layers and the routes (scheduler/throughput/plan.py). The simulator plays
+Otherwise the planner chooses the peers' layers and the routes (scheduler/throughput/planning.py). The simulator plays
 routes and gossip; a swarm that is too large for the simulator is predicted by formulas.
 """
 
@@ -20,9 +20,9 @@ from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
 from decentral.scheduler.throughput import feasibility, layer_costs
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology.arrays import Floats
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 

@@ -8,9 +8,9 @@ import numpy as np
 from decentral.commands.estimates.playing import MOST_PLAYED, PLAYED_S, STEP_NOISE_SHARE, simulate_within
 from decentral.core import rng
 from decentral.core.config import Config
-from decentral.scheduler.throughput.plan import Judge, Verdict, problem_of
+from decentral.scheduler.throughput.planning import Judge, Verdict, problem_of
 from decentral.scheduler.topology import topology as topologies
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim import planned

@@ -18,7 +18,7 @@ from decentral.core.journal.events import StatusLine, StepLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.arrays import Floats
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim import planned

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import TURN_BYTES, UNPACED_BYTES, Kind, Turn, UplinkQueue, kind_of
+from decentral.comm.net.uplink_queue import TURN_BYTES, UNPACED_BYTES, Kind, Turn, UplinkQueue, traffic_kind
 from decentral.comm.wire.codec import Envelope
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda, Timer
@@ -90,7 +90,7 @@ class VirtualUplink:
         """Queue a message of `size` bytes; call `begin` when its first piece leaves, and `through` when all is sent."""
         self.catch_up()
         turn = self.queue.turn(len(envelope.blob), self.agenda.now)
-        message = PacedMessage(self, kind_of(envelope.message), turn, size, begin, through)
+        message = PacedMessage(self, traffic_kind(envelope.message), turn, size, begin, through)
         self._add(message)
         self.release()
         return message

@@ -22,10 +22,11 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.times import duration
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerPhase
 from decentral.view.page.goal import amount_of, goal_json, towards_time
 from decentral.view.page.leaders import LEADER_ROW, Leaders
 from decentral.view.page.link_view import LINK_ROW, LinkTable
-from decentral.view.page.peer_view import LOST, ROW, PeerView, gone_words
+from decentral.view.page.peer_view import LIVE, LOST, ROW, PeerView, gone_words
 from decentral.view.page.problems import Problem, RecentTroubles, RunKind
 from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine
 from decentral.view.page.timeline import Timeline
@@ -131,7 +132,8 @@ class SwarmView:
 
     def snapshot(self) -> JsonObject:
         """Return the whole state as JSON for a new browser. This does not mark any change as sent."""
-        fixed = {"row": ROW, "link_row": LINK_ROW, "kinds": KINDS, "outcomes": OUTCOMES, "leader_row": LEADER_ROW}
+        fixed = {"row": ROW, "link_row": LINK_ROW, "leader_row": LEADER_ROW}
+        fixed |= {"kinds": KINDS, "outcomes": OUTCOMES, "live_states": LIVE}
         rows = [view.row() for view in self.peers.values()]
         events = list(self.events.rows)
         return fixed | self._state(rows, self.links.newest(), events, 0)
@@ -280,7 +282,7 @@ class SwarmView:
         links = (MeasuredLink(end, rate, latency_ms / 1e3) for end, rate, latency_ms in record.standing.links)
         for partner in self._measured(view, links):
             self.links.exchanged(view.number, partner.number, t, "")
-        if view.become("training" if record.phase == "training" else "joining", t):
+        if view.become("training" if record.phase is PeerPhase.TRAINING else "joining", t):
             self.events.add(t, view.number, journal.GOOD, "is present")
 
     def _missed(self, t: Seconds, peer: str, why: str, certain: bool = False) -> None:

@@ -16,7 +16,7 @@ from decentral.comm.net.uplink_queue import (
     UNPACED_BYTES,
     Kind,
     Turn,
-    kind_of,
+    traffic_kind,
 )
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
@@ -189,7 +189,7 @@ def test_activations_come_before_snapshots_and_these_before_downloads() -> None:
     state = messages.StateChunk.__new__(messages.StateChunk)
     activations = messages.ForwardRequest.__new__(messages.ForwardRequest)
     snapshot = messages.Snapshot.__new__(messages.Snapshot)
-    assert kind_of(activations) > kind_of(snapshot) > kind_of(state)
+    assert traffic_kind(activations) > traffic_kind(snapshot) > traffic_kind(state)
 
 
 def test_answers_to_probes_have_the_uplink_for_themselves_once_in_a_while_only() -> None:
@@ -197,5 +197,5 @@ def test_answers_to_probes_have_the_uplink_for_themselves_once_in_a_while_only()
     queue, probed = paced().queue, Envelope(messages.Probed(0), bytes(messages.MAX_PROBE_BYTES))
     unpaced = [now for now in range(100) if not queue.paces(probed, float(now))]
     assert unpaced == list(range(0, 100, int(PROBED_EVERY_S)))
-    assert kind_of(probed.message) is Kind.DOWNLOAD
+    assert traffic_kind(probed.message) is Kind.DOWNLOAD
     assert not queue.paces(Envelope(messages.Probe(0), bytes(messages.MAX_PROBE_BYTES)), 1.0)

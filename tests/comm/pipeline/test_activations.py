@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.pipeline.activations import AUTO, WIRES, ActivationFormat, Entering
+from decentral.comm.pipeline.activations import ActivationFormat, Entering
 from decentral.core import config, jobs
+from decentral.core.choices import wires_of
 from decentral.core.errors import ProtocolError
 from decentral.model import decoder
 from decentral.scheduler.throughput.layer_costs import crossing_bytes
-from decentral.scheduler.throughput.link_limits import WIRE_BYTES
 
 
 def format_of(vocabulary: int = 256, bottleneck: int | None = None) -> ActivationFormat:
@@ -75,6 +75,6 @@ def test_plans_count_the_bytes_that_a_token_takes_on_its_way(vocabulary: int, bo
 
 @pytest.mark.parametrize("wire", get_args(config.RoutesConfig.model_fields["wire"].annotation))
 def test_plans_count_the_bytes_of_each_codec_that_a_config_can_choose(wire: str) -> None:
-    codecs = WIRES[AUTO[0] if wire == "auto" else wire]
-    mean = sum(blockwise.size(codec, 4096) for codec in codecs) / 4096 / len(codecs)
-    assert WIRE_BYTES[wire] == pytest.approx(mean, rel=0.02)
+    for one in wires_of(wire):
+        mean = sum(blockwise.size(codec, 4096) for codec in (one.forward, one.backward)) / 4096 / 2
+        assert one.value_bytes == pytest.approx(mean, rel=0.02)

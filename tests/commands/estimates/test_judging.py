@@ -10,8 +10,8 @@ from decentral.commands.estimates import judging, playing
 from decentral.commands.estimates.judging import CUT_SHARE, LEAST_COUNTED, UNPLAYED_SHARE, judge, part_of
 from decentral.commands.estimates.playing import Rates
 from decentral.core import config
-from decentral.scheduler.throughput.plan import throughput_plan
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.throughput.planning import throughput_plan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import topology_from_profiles
 from decentral.sim.report import RunReport

@@ -8,7 +8,7 @@ from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.layer_work import KindCost, KindCosts, shape_of
 from decentral.peers.membership.holders import NEIGHBOURS, Holders
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.scheduler.throughput.link_limits import TokenLinks
 
 OWN = PeerId("own")
@@ -42,7 +42,7 @@ def test_a_holder_is_found_at_each_of_its_layers_and_at_no_other() -> None:
 def test_a_peer_that_moves_stops_training_or_goes_is_found_where_it_is_now() -> None:
     holders = crowd(3)
     holders.put(PeerId("P000"), record(2, 4))
-    holders.put(PeerId("P001"), record(0, 2, phase="leaving"))
+    holders.put(PeerId("P001"), record(0, 2, phase=PeerPhase.LEAVING))
     assert (list(holders.near(0)), list(holders.near(2))) == (["P002"], ["P000"])
     holders.drop(PeerId("P002"))
     holders.drop(PeerId("P002"))

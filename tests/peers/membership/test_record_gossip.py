@@ -27,7 +27,7 @@ from decentral.peers.membership.record_gossip import (
     RecordGossip,
     RecordsTag,
 )
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Roster
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmSize, SwarmStart
 from decentral.scheduler.throughput.link_limits import TokenLinks
@@ -35,7 +35,9 @@ from decentral.sim.virtual_signer import VirtualSigner
 from tests.comm.wire.invited import founder, member
 
 RUN = RunId("gpt-3fa2c1")
-RECORD = PeerRecord(RUN, 0.0, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
+RECORD = PeerRecord(
+    RUN, 0.0, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase=PeerPhase.TRAINING
+)
 NOW, TTL = 1000.0, 60.0
 ASK_S = LEAST_TIMES.renew_s / ASKS
 LONG = records.pack(replace(RECORD, time=NOW, addresses=tuple(f"/dns4/{'x' * 200}/tcp/{n}" for n in range(8))))
@@ -59,7 +61,7 @@ class Peer:
         self.gossip = RecordGossip(RUN, self.roster, self.contacts, Random(self.name))
 
     def compose_record(self, now: float, leaving: bool) -> PeerRecord:
-        return replace(RECORD, time=now, phase="leaving" if leaving else "training")
+        return replace(RECORD, time=now, phase=PeerPhase.LEAVING if leaving else PeerPhase.TRAINING)
 
     def wake(self, now: float) -> list[Ask]:
         self.now = now

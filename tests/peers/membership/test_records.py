@@ -14,7 +14,7 @@ from decentral.core.ids import SUFFIX_CHARS
 from decentral.core.journal.field_kinds import MOST_NUMBER
 from decentral.core.layer_work import KindCost, KindCosts
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord, Profile, Standing
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile, Standing
 
 RECORD = PeerRecord("gpt-3fa2c1", 1.7e9, ("/ip4/1.2.3.4/tcp/1",), Profile("cpu", 1 << 34, 1e12, 1e4), 0, 4, 7, 8, 512)
 WRONG: list[tuple[str, Any]] = [
@@ -28,6 +28,7 @@ WRONG: list[tuple[str, Any]] = [
     ("step", True),
     ("lr_step", 1 << 62),
     ("phase", "sleeping"),
+    ("phase", b"training"),
     ("profile", None),
     ("profile", {"device": "cpu"}),
     ("profile", {**dataclasses.asdict(RECORD.profile), "tokens_per_s": 1.01e12}),
@@ -137,7 +138,7 @@ def largest() -> PeerRecord:
     seen = (row,) * MOST_WITNESSED
     standing = Standing(-records.MOST_LOSS, records.MOST_LOSS, (1000,) * 16, (most,) * 3, most, most, links, seen)
     at = 7, 1 << 19, most, most, most, most
-    return PeerRecord("r" * 64, 1e10, addresses, profile, *at, "training", 1e17, kept, standing)
+    return PeerRecord("r" * 64, 1e10, addresses, profile, *at, PeerPhase.TRAINING, 1e17, kept, standing)
 
 
 def test_the_largest_record_fits_and_a_larger_body_is_refused_before_it_is_parsed() -> None:

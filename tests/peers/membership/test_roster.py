@@ -23,7 +23,7 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.link_probes import ProbeTag
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, SAMPLED_NEW, Learn, Roster, RosterEffect, RosterEntry
 from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published
 from decentral.scheduler.throughput.link_limits import TokenLinks
@@ -33,7 +33,9 @@ KEY = f"{RUN}/peers"
 NOW = 1000.0
 TTL = 60.0
 LEVEL = 3  # of a swarm of 500
-RECORD = PeerRecord(RUN, NOW, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
+RECORD = PeerRecord(
+    RUN, NOW, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase=PeerPhase.TRAINING
+)
 
 
 @cache
@@ -43,7 +45,7 @@ def identity(name: str) -> Identity:
 
 class OwnRecords:
     def compose_record(self, now: float, leaving: bool) -> PeerRecord:
-        return replace(RECORD, time=now, phase="leaving" if leaving else "training")
+        return replace(RECORD, time=now, phase=PeerPhase.LEAVING if leaving else PeerPhase.TRAINING)
 
 
 @pytest.fixture
@@ -88,14 +90,14 @@ def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) ->
 def test_a_goodbye_that_is_read_after_questions_have_failed_is_told_once(roster: Roster) -> None:
     find(roster, sealed())
     assert left([*unanswered(roster), *unanswered(roster, now=NOW + 1)]) == ["silent"]
-    leaving = replace(RECORD, time=NOW + 0.5, phase="leaving")
+    leaving = replace(RECORD, time=NOW + 0.5, phase=PeerPhase.LEAVING)
     said = find(roster, sealed(leaving), NOW + 4)
     assert (goodbyes(said), left(said)) == ([other()], [])
     assert find(roster, sealed(leaving, NOW + TTL + 1), NOW + 8) == []
 
 
 def test_a_goodbye_of_a_peer_that_we_never_knew_is_none_of_our_news(roster: Roster) -> None:
-    assert find(roster, sealed(replace(RECORD, phase="leaving"))) == []
+    assert find(roster, sealed(replace(RECORD, phase=PeerPhase.LEAVING))) == []
 
 
 def test_a_peer_joins_with_its_record_and_where_it_listens(roster: Roster) -> None:
@@ -120,13 +122,13 @@ def test_a_newer_record_replaces_the_older_one_and_not_the_other_way_round(roste
 
 def test_a_peer_that_says_so_has_left_and_stays_away(roster: Roster) -> None:
     find(roster, sealed())
-    assert left(find(roster, sealed(replace(RECORD, time=NOW + 5, phase="leaving")), NOW + 5)) == ["left"]
+    assert left(find(roster, sealed(replace(RECORD, time=NOW + 5, phase=PeerPhase.LEAVING)), NOW + 5)) == ["left"]
     assert find(roster, sealed(replace(RECORD, time=NOW + 4)), NOW + 6) == []
     assert not roster.live
 
 
 def test_a_goodbye_from_before_a_peer_came_back_is_old_whoever_passes_it_on(roster: Roster) -> None:
-    goodbye = sealed(replace(RECORD, time=NOW + 5, phase="leaving"))
+    goodbye = sealed(replace(RECORD, time=NOW + 5, phase=PeerPhase.LEAVING))
     back = sealed(replace(RECORD, time=NOW + 15))
     for value in (sealed(), goodbye, back):
         find(roster, value, NOW + 15)
@@ -139,13 +141,15 @@ def test_a_name_cannot_join_and_leave_many_times_a_second(roster: Roster) -> Non
     said = list[RosterEffect]()
     for number in range(200):
         at = NOW + number / 100
-        said += find(roster, sealed(replace(RECORD, time=at, phase="leaving" if number % 2 else "training")), at)
+        said += find(
+            roster, sealed(replace(RECORD, time=at, phase=PeerPhase.LEAVING if number % 2 else PeerPhase.TRAINING)), at
+        )
     assert (len(left(said)), len(goodbyes(said))) == (1, 0)
     assert len(find(roster, sealed(replace(RECORD, time=NOW + 2 + REJOIN_S)), NOW + 2 + REJOIN_S)) == 2
 
 
 def test_a_peer_that_was_never_there_does_not_leave(roster: Roster) -> None:
-    assert find(roster, sealed(replace(RECORD, phase="leaving"))) == []
+    assert find(roster, sealed(replace(RECORD, phase=PeerPhase.LEAVING))) == []
 
 
 @pytest.mark.parametrize("reason", ["unreachable", "deadline", "cut"])
@@ -354,7 +358,7 @@ def test_leaving_is_announced(roster: Roster) -> None:
     (announced,) = roster.leave(NOW)
     assert isinstance(announced, Announce)
     body, _ = open_sealed(KEY, roster.own.peer, announced.value, NOW)
-    assert records.unpack(body).phase == "leaving"
+    assert records.unpack(body).phase == PeerPhase.LEAVING
 
 
 # Records under several keys
@@ -380,7 +384,7 @@ def test_the_record_that_a_peer_keeps_of_itself_is_signed_for_its_present_level(
     sharded.leave(NOW + 1)
     own = sharded.own.peer
     body, _ = open_sealed(key_of(RUN, own, LEVEL + 1), own, sharded.sealed(own), NOW + 1)
-    assert records.unpack(body).phase == "leaving"
+    assert records.unpack(body).phase == PeerPhase.LEAVING
 
 
 def test_a_lookup_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:

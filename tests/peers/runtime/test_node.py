@@ -44,10 +44,10 @@ from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.link_probes import ProbeTag, UploadTag
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.statements import opened
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
-from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.peers.runtime.witness import OWN_EVERY_S
 from tests.comm.pipeline.one_form import one_form
@@ -124,10 +124,10 @@ class Played:
             )
             status = Envelope(messages.RoundStatus(RUN, 0, both))
             self.deliver(Answered(FollowTag(), self.known.peer, status, 0.1, 0.1, 10, 20))
-        assert self.node.phase is NodePhase.TRAINING
+        assert self.node.phase is PeerPhase.TRAINING
 
     def meet(self, peer: Identity) -> None:
-        record = PeerRecord(RUN, self.now, (), PROFILE, 0, 3, 5, 5, 100, phase="training")
+        record = PeerRecord(RUN, self.now, (), PROFILE, 0, 3, 5, 5, 100, phase=PeerPhase.TRAINING)
         sealed = peer.seal(f"{RUN}/peers", records.pack(record), self.now + 600)
         self.deliver(Found(f"{RUN}/peers", {peer.peer: sealed}))
 
@@ -306,7 +306,7 @@ def test_no_answer_to_our_own_questions_breaks_us(algorithm: Algorithm, answers:
         played.pass_time(1.0)
         for ask in [played.asks.pop() for _ in range(len(played.asks))]:
             played.deliver(Answered(ask.tag, ask.to, Envelope(message, blob), 0.1, 0.1, 10, len(blob)))
-    assert played.node.phase is NodePhase.TRAINING
+    assert played.node.phase is PeerPhase.TRAINING
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -320,7 +320,7 @@ def test_no_answer_of_a_donor_breaks_a_newcomer(algorithm: Algorithm, answers: l
         played.pass_time(4.0)
         for ask in [played.asks.pop() for _ in range(len(played.asks))]:
             played.deliver(Answered(ask.tag, ask.to, Envelope(message, blob), 0.1, 0.1, 10, len(blob)))
-    assert played.node.phase is NodePhase.JOINING
+    assert played.node.phase is PeerPhase.JOINING
 
 
 @FEW
@@ -450,7 +450,7 @@ def test_it_asks_no_peer_that_is_still_joining() -> None:
     played = Played("pull", "training")
     played.pass_time(1.5)
     newcomer = identity("newcomer")
-    record = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 0, 0, 0, phase="joining")
+    record = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 0, 0, 0, phase=PeerPhase.JOINING)
     sealed = newcomer.seal(f"{RUN}/peers", records.pack(record), played.now + 600)
     played.deliver(Found(f"{RUN}/peers", {newcomer.peer: sealed}))
     assert newcomer.peer in played.node.roster.live
@@ -566,9 +566,9 @@ def test_a_speed_that_was_not_measured_is_told_by_the_first_steps_and_published(
 
 def test_a_record_has_the_addresses_of_now_and_not_of_the_start() -> None:
     played, now = Played("pull", "training"), ("/ip4/10.0.0.2/tcp/1",)
-    assert played.node.own_record.compose("training", played.now).addresses == ("/ip4/127.0.0.1/tcp/1",)
+    assert played.node.own_record.compose(PeerPhase.TRAINING, played.now).addresses == ("/ip4/127.0.0.1/tcp/1",)
     assert played.node.own_record.move_to(now) == Log(AddressesLine(addresses=now))
-    assert played.node.own_record.compose("training", played.now).addresses == now
+    assert played.node.own_record.compose(PeerPhase.TRAINING, played.now).addresses == now
 
 
 def test_a_record_says_when_its_figures_last_changed_and_noise_is_no_change() -> None:
@@ -576,7 +576,7 @@ def test_a_record_says_when_its_figures_last_changed_and_noise_is_no_change() ->
     own = played.node.own_record
     for second, times in enumerate((1.0, 1.4, 0.7, 1.6, 1.1, 0.9)):  # each over the speed at the start
         played.node.present.measured(1e4 * times)
-        versions.append(own.compose("training", played.now + second).profile.changed - played.now)
+        versions.append(own.compose(PeerPhase.TRAINING, played.now + second).profile.changed - played.now)
     assert versions == [0.0, 0.0, 0.0, 3.0, 3.0, 5.0]
 
 
@@ -588,7 +588,7 @@ def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     spent = TimeSpent(training=9.0, gossip=1.0)
     played.deliver(jobs.Stepped(1, 1, 256, 2.5, spent, 1))
     played.node.progress.evaluations.held_out = 1e9  # no loss that a valid record could tell
-    standing = played.node.own_record.compose("training", played.now).standing
+    standing = played.node.own_record.compose(PeerPhase.TRAINING, played.now).standing
     assert (standing.loss, standing.held_out, standing.shares[:2]) == (2.5, None, (900, 100))
     assert standing.exchanges == (3, 0, 1)
     assert standing.links[0][0] == partner[-8:]
@@ -616,7 +616,7 @@ def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_wh
     played = Played("pull", "training")
     partner, own = played.known.peer, played.node.setup.own.peer
     played.deliver(Answered(ProbeTag("ping"), partner, Envelope(Pong(1)), 0.1, 0.1, 10, 4096))
-    last = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 9, 9, 200, phase="leaving")
+    last = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 9, 9, 200, phase=PeerPhase.LEAVING)
     sealed = played.known.seal(f"{RUN}/peers", records.pack(last), played.now + 600)
     played.deliver(Found(f"{RUN}/peers", {partner: sealed}))
     played.pass_time(2 * OWN_EVERY_S)
@@ -627,7 +627,7 @@ def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_wh
     assert len(mine) >= 2
     (seen,) = mine[0].standing.seen
     assert (seen.peer, seen.served_bytes) == (partner[-8:], 4096)
-    assert mine[-1].phase == "leaving"
+    assert mine[-1].phase == PeerPhase.LEAVING
 
 
 def test_a_node_that_leaves_writes_its_own_signed_record_last() -> None:
@@ -643,7 +643,7 @@ def test_a_node_that_starts_again_goes_on_with_what_it_has_seen() -> None:
     row = SeenWork("abcdefgh", 100, 90, 0, 60, 5, 4, 1)
     played = Played("pull", "joining")
     setup = dataclasses.replace(played.node.setup, seen=(row,))
-    assert Node(setup).own_record.compose("joining", NOW).standing.seen == (row,)
+    assert Node(setup).own_record.compose(PeerPhase.JOINING, NOW).standing.seen == (row,)
 
 
 def test_a_node_that_starts_again_goes_on_with_the_tokens_that_it_claims() -> None:
@@ -651,4 +651,4 @@ def test_a_node_that_starts_again_goes_on_with_the_tokens_that_it_claims() -> No
     played = Played("pull", "training")
     node = Node(dataclasses.replace(played.node.setup, trained_tokens=700))
     node.progress.tokens = 50
-    assert node.own_record.compose("training", NOW).tokens == 750
+    assert node.own_record.compose(PeerPhase.TRAINING, NOW).tokens == 750

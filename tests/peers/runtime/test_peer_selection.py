@@ -61,7 +61,12 @@ class Swarm:
         raise AssertionError("no record is announced here")
 
     def meet(
-        self, peer: PeerId, first: int = 0, last: int = 3, phase: PeerPhase = "training", kept: RetainedStates = ()
+        self,
+        peer: PeerId,
+        first: int = 0,
+        last: int = 3,
+        phase: PeerPhase = PeerPhase.TRAINING,
+        kept: RetainedStates = (),
     ) -> "Swarm":
         record = PeerRecord(RUN, 0.0, (), PROFILE, first, last, 0, 0, 0, phase=phase, kept=kept)
         self.live[peer] = RosterEntry(record, 60.0)
@@ -70,7 +75,7 @@ class Swarm:
 
 
 def test_a_holder_has_all_of_the_fragment_and_trains(own: Identity) -> None:
-    swarm = Swarm(own).meet(C).meet(A, 1, 3).meet(B, 0, 2).meet(D, phase="joining")
+    swarm = Swarm(own).meet(C).meet(A, 1, 3).meet(B, 0, 2).meet(D, phase=PeerPhase.JOINING)
     assert swarm.asks.holders(1) == [A, C]
 
 
@@ -93,7 +98,7 @@ def test_allreduce_has_everybody_for_a_partner(own: Identity) -> None:
 
 
 def test_a_newcomer_asks_peers_that_train_or_all_while_none_does(own: Identity) -> None:
-    swarm = Swarm(own).meet(B, phase="joining").meet(A, phase="joining")
+    swarm = Swarm(own).meet(B, phase=PeerPhase.JOINING).meet(A, phase=PeerPhase.JOINING)
     assert swarm.asks.donors() == [A, B]
     assert swarm.meet(C).asks.donors() == [C]
 
@@ -105,7 +110,7 @@ def test_the_newest_retained_state_counts(own: Identity) -> None:
 
 
 def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity) -> None:
-    swarm = Swarm(own).meet(A).meet(B, phase="joining")
+    swarm = Swarm(own).meet(A).meet(B, phase=PeerPhase.JOINING)
     assert swarm.asks.acquaintances() == [A, B, D]
     assert swarm.asks.trainers() == [A]
 

@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import HeldLine, UnheldLine
 from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.route_planner import UNHELD_S, RoutePlanner
 from decentral.peers.runtime.setup import NodeSetup, PresentSetup
@@ -31,7 +31,7 @@ CUTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
 NEEDS = MemoryNeeds(CUTS, (10, 10), (0, 0), (3, 5))
 LAYOUT = (Section("phi", "int8", 6, 6),)
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
-OTHER = PeerRecord(RUN, 0.0, (), PROFILE, 1, 3, 5, 5, 100, phase="training")
+OTHER = PeerRecord(RUN, 0.0, (), PROFILE, 1, 3, 5, 5, 100, phase=PeerPhase.TRAINING)
 SAID = (
     "no peer that trains holds layers 1 to 2, so no micro-batch gets through the model: "
     f"start a peer with --memory {NEEDS.span_bytes(1, 2)} or more, or begin a run with a smaller train.micro_batch"

@@ -55,7 +55,7 @@ def test_a_copy_does_not_start_while_the_original_runs_and_starts_once_it_has_st
     async def story() -> None:
         original, copy = await asyncio.gather(Libp2p.start(first, [HERE], []), Libp2p.start(second, [HERE], []))
         there, here = await original.addresses(), await copy.addresses()
-        swarm = Swarm(own, there if by == "record" else (), here, "training")
+        swarm = Swarm(own, there if by == "record" else (), here, PeerPhase.TRAINING)
         named = there if by == "--join" else ()
         try:
             with pytest.raises(UserError, match="a peer with the identity in this --state-dir already runs at /ip4"):
@@ -77,7 +77,7 @@ def test_a_peer_that_a_router_leads_back_to_itself_is_no_copy(tmp_path: Path) ->
     async def story() -> None:
         peer = await Libp2p.start(tmp_path / "key", [HERE], [])
         try:
-            await refuse_copy(Swarm(own, await peer.addresses(), (), "training").access, own, peer, ())
+            await refuse_copy(Swarm(own, await peer.addresses(), (), PeerPhase.TRAINING).access, own, peer, ())
         finally:
             await peer.close()
 
@@ -87,10 +87,10 @@ def test_a_peer_that_a_router_leads_back_to_itself_is_no_copy(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("recorded", "phase"),
     [
-        (("/ip4/192.0.2.2/tcp/4001",), "training"),  # killed, and started again where it was
-        (("/ip4/192.0.2.9/tcp/4001",), "leaving"),
-        (("/ip4/192.0.2.9/tcp/4001/p2p/QmRelay/p2p-circuit",), "training"),
-        ((), "training"),
+        (("/ip4/192.0.2.2/tcp/4001",), PeerPhase.TRAINING),  # killed, and started again where it was
+        (("/ip4/192.0.2.9/tcp/4001",), PeerPhase.LEAVING),
+        (("/ip4/192.0.2.9/tcp/4001/p2p/QmRelay/p2p-circuit",), PeerPhase.TRAINING),
+        ((), PeerPhase.TRAINING),
     ],
 )
 def test_a_start_asks_nobody_where_no_record_names_another_place(
@@ -115,7 +115,7 @@ def test_a_helper_that_does_not_start_only_skips_the_check(tmp_path: Path, monke
 
     monkeypatch.setattr(Libp2p, "start", start)
     own = Identity.load_or_create(tmp_path / "key")
-    swarm = Swarm(own, ("/ip4/192.0.2.9/tcp/4001",), (), "training")
+    swarm = Swarm(own, ("/ip4/192.0.2.9/tcp/4001",), (), PeerPhase.TRAINING)
     unused: Any = None
     asyncio.run(refuse_copy(swarm.access, own, unused, ()))
     assert asked == [([HERE], swarm.access.clock, True)]

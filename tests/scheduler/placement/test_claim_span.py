@@ -21,7 +21,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.engine import memory
-from decentral.peers.membership.records import Profile, first_record, pack
+from decentral.peers.membership.records import PeerPhase, Profile, first_record, pack
 from decentral.peers.membership.swarm_size import key_of
 from decentral.scheduler.placement import claim_span
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
@@ -85,7 +85,7 @@ async def trains(
     """Stores the record of a peer that trains these layers."""
     expires = now() + 60.0
     profile = Profile("cpu", 1 << 30, 0.0, speed, alone=alone)
-    record = replace(first_record(RUN, (), profile), first=first, last=last, time=now(), phase="training")
+    record = replace(first_record(RUN, (), profile), first=first, last=last, time=now(), phase=PeerPhase.TRAINING)
     await LoopbackDirectory(network).store(KEY, own.peer, own.seal(KEY, pack(record), expires), expires)
 
 

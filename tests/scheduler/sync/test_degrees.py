@@ -11,7 +11,7 @@ from decentral.scheduler.sync import degrees, step_needs
 from decentral.scheduler.sync.layout_cost import best_layout
 from decentral.scheduler.sync.sync_plan import solver_records, sync_plan
 from decentral.scheduler.topology import topology
-from decentral.scheduler.topology.plan import SyncPlan
+from decentral.scheduler.topology.plan_forms import SyncPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, Workload
 

@@ -17,7 +17,7 @@ from decentral.scheduler.sync.sync_plan import sync_plan
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
-from decentral.scheduler.topology.topology import Topology, Workload, regions_of
+from decentral.scheduler.topology.topology import LinkMatrices, Topology, Workload, regions_of
 from tests.scheduler.swarms import subset
 
 OPTIMA = {
@@ -50,9 +50,9 @@ def swarm(rate: Floats) -> Topology:
     ids = tuple(f"p{i}" for i in range(count))
     unknown = np.zeros(count)
     np.fill_diagonal(rate, np.inf)
-    delay = np.zeros((count, count))
-    limits = (unknown + np.inf, unknown + np.inf, np.zeros_like(rate))
-    return Topology(ids, ("here",) * count, ("gpu",) * count, unknown, unknown, delay, rate, *limits, Workload(3, 2))
+    links = LinkMatrices(np.zeros_like(rate), rate, np.zeros_like(rate))
+    limits = (unknown + np.inf, unknown + np.inf)
+    return Topology(ids, ("here",) * count, ("gpu",) * count, unknown, unknown, links, *limits, Workload(3, 2))
 
 
 @pytest.mark.parametrize("case", OPTIMA)

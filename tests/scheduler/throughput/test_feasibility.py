@@ -13,9 +13,9 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler.throughput import feasibility, layer_costs
 from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from decentral.core import config
-from decentral.scheduler.throughput import max_flow, planned_in_flight
-from decentral.scheduler.throughput import plan as throughput_plan
+from decentral.scheduler.throughput import max_flow, planned_in_flight, planning
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.planned_in_flight import BESIDE_STEPS, JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.span_search import FlowProblem
@@ -213,7 +212,7 @@ def test_a_peer_that_no_route_needs_holds_no_layers(monkeypatch: pytest.MonkeyPa
     problem = FlowProblem(replace(costs, link_NN=link), np.zeros(3, np.int64), flights)
     problem.flow(offered := np.array([*SPANS, (0, 1)]))
     monkeypatch.delattr(max_flow, "maximum")
-    spans = throughput_plan.without_idle(problem, offered)
+    spans = planning.without_idle(problem, offered)
     assert spans.tolist() == [[0, 1], [1, 2], [0, 0]]
 
 

@@ -9,8 +9,8 @@ import pytest
 from decentral.core import config
 from decentral.core import rng as chance
 from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.scheduler.throughput.plan import problem_of
 from decentral.scheduler.throughput.planned_in_flight import Pipeline, with_steps
+from decentral.scheduler.throughput.planning import problem_of
 from decentral.scheduler.throughput.short_chains import short_chains
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology

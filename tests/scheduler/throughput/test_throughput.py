@@ -15,13 +15,12 @@ from decentral.core.errors import UserError
 from decentral.core.layer_work import KindCost, KindCosts
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.spans import moves
-from decentral.scheduler.throughput import layer_costs, link_limits, max_flow, milp, routes, span_search
-from decentral.scheduler.throughput import plan as throughput_plan
+from decentral.scheduler.throughput import layer_costs, link_limits, max_flow, milp, planning, routes, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import MOST_SOLVING_S, RESERVE, SearchBudget, SearchProgress
 from tests.scheduler.swarms import subset
 from tests.scheduler.throughput.plain_flow import plain_flow
@@ -228,7 +227,7 @@ def test_peers_that_fit_the_whole_model_need_no_links() -> None:
 
 
 def test_the_plan_of_a_model_has_spans_routes_batches_and_partners() -> None:
-    plan = throughput_plan.throughput_plan(
+    plan = planning.throughput_plan(
         topology.load("ten-cities"), config.load(None), "genetic", 0, SearchBudget(rounds=3)
     )
     shown = plan.to_json()
@@ -249,7 +248,7 @@ def test_equal_peers_that_can_hold_the_whole_model_keep_it_and_pass_nothing_on(
     now: dict[str, tuple[int, int]] | None,
 ) -> None:
     model = config.load(None, ["model.depth=2"])
-    plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
+    plan = planning.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
     assert plan.reason.startswith("Stay as you are") == (now is not None)
     assert set(map(tuple, plan.spans.values())) == {(0, 4)}
     assert sorted(route["hops"] for route in plan.routes) == [[[f"peer{i}", 0, 4]] for i in range(4)]
@@ -258,7 +257,7 @@ def test_equal_peers_that_can_hold_the_whole_model_keep_it_and_pass_nothing_on(
 def test_peers_move_where_a_plan_promises_more_than_staying() -> None:
     model = config.load(None, ["model.depth=2"])
     now = {"peer0": (0, 2), "peer1": (2, 4), "peer2": (2, 4), "peer3": (2, 4)}
-    plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
+    plan = planning.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
     assert set(map(tuple, plan.spans.values())) == {(0, 4)}
     assert "Stay" not in plan.reason
 
@@ -270,12 +269,12 @@ def test_a_judge_chooses_among_different_plans_and_says_what_the_plan_reaches() 
     swarm = topology.topology_from_profiles({name: {**profile, "flops": one} for name, one in speeds.items()}, {})
     model, offered = config.load(None, ["model.depth=4", "model.width=32", "model.context=32"]), list[ThroughputPlan]()
 
-    def judge(plans: Sequence[ThroughputPlan]) -> throughput_plan.Verdict | None:
+    def judge(plans: Sequence[ThroughputPlan]) -> planning.Verdict | None:
         offered.extend(plans)
-        return throughput_plan.Verdict(len(plans) - 1, 123.0, "Played: 123 tokens/s.")
+        return planning.Verdict(len(plans) - 1, 123.0, "Played: 123 tokens/s.")
 
-    plan = throughput_plan.throughput_plan(swarm, model, "genetic", 0, SearchBudget(rounds=5), judge=judge)
-    assert 1 < len(offered) <= 1 + throughput_plan.FINALISTS
+    plan = planning.throughput_plan(swarm, model, "genetic", 0, SearchBudget(rounds=5), judge=judge)
+    assert 1 < len(offered) <= 1 + planning.FINALISTS
     assert len({str(one.spans) for one in offered}) == len(offered)
     assert {"fast0", "fast1"} in [set(one.spans) for one in offered]
     assert plan.spans == offered[-1].spans
@@ -286,7 +285,7 @@ def test_a_judge_chooses_among_different_plans_and_says_what_the_plan_reaches() 
 
 
 def test_a_plan_says_for_which_model_and_speeds_it_is_made() -> None:
-    plan = throughput_plan.throughput_plan(live(2), config.load(None), "flow", 0, SearchBudget(rounds=1))
+    plan = planning.throughput_plan(live(2), config.load(None), "flow", 0, SearchBudget(rounds=1))
     assert plan.planned_for["layers"] == 4
     assert plan.planned_for["utilisation"] == 0.35
     assert "stdlib-gpt" in plan.reason
@@ -303,7 +302,7 @@ def test_measured_layers_take_the_place_of_flops_where_a_peer_has_them() -> None
     found = layer_costs.of_model(swarm, HEAVY)
     assert found.seconds_NL[0] == pytest.approx([10e-6, 12e-6, 12e-6, 366e-6])
     assert found.seconds_NL[1] == pytest.approx(layer_costs.of_model(live(2), HEAVY).seconds_NL[1])
-    plan = throughput_plan.throughput_plan(swarm, HEAVY, "flow", 0, SearchBudget(rounds=1))
+    plan = planning.throughput_plan(swarm, HEAVY, "flow", 0, SearchBudget(rounds=1))
     assert plan.planned_for["measured"] == 1
     assert "1 of 2 peers measured and, for the other peers, 35% of the devices' peak FLOP/s" in plan.reason
 
@@ -342,7 +341,7 @@ def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyP
     for seconds, draws in ((5.0, False), (60.0, True)):
         now[0] = 0.0
         budget = SearchBudget(seconds, clock=lambda: now[0])
-        plan = throughput_plan.throughput_plan(topology.load("ten-cities"), config.load(None), "genetic", 0, budget)
+        plan = planning.throughput_plan(topology.load("ten-cities"), config.load(None), "genetic", 0, budget)
         assert now[0] <= seconds
         assert bool(plan.baselines) == draws
 
@@ -350,7 +349,7 @@ def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyP
 def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
     large = config.load(None, ["model.depth=96", "model.width=12288"])
     with pytest.raises(UserError, match=r"the peers together have 160\.0 GB") as refused:
-        throughput_plan.throughput_plan(topology.load("ten-cities"), large, "genetic", 0, SearchBudget(rounds=1))
+        planning.throughput_plan(topology.load("ten-cities"), large, "genetic", 0, SearchBudget(rounds=1))
     assert "\n" not in str(refused.value)
 
 

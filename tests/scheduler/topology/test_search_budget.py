@@ -9,7 +9,7 @@ from decentral.core import config
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.spans.searches import SEARCHES
 from decentral.scheduler.sync.sync_plan import SYNC_SOLVERS, sync_plan
-from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.search_budget import RESERVE, SearchBudget, SearchProgress
 

@@ -10,6 +10,7 @@ import yaml
 from decentral.core.errors import UserError
 from decentral.core.layer_work import KindCost, KindCosts
 from decentral.scheduler.topology import topology
+from decentral.scheduler.topology.topology_file import LinkForm, TopologyFile
 
 PEERS = [{"id": "a", "region": "x"}, {"id": "b", "region": "y"}]
 FULL = {"peers": PEERS, "delay_ms": [[0, 10], [20, 0]], "bandwidth_gbps": [[0, 8], [1, 0]]}
@@ -104,6 +105,12 @@ def test_bad_input_is_one_clear_line(tree: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line) as refused:
         topology.parse(tree)
     assert "\n" not in str(refused.value)
+
+
+def test_each_property_of_links_has_its_key_in_each_form_of_a_file() -> None:
+    keys = {one.key for one in topology.LINK_PROPERTIES.values()}
+    assert (*topology.LINK_PROPERTIES,) == topology.LinkMatrices._fields
+    assert keys == {*LinkForm.model_fields} <= {*TopologyFile.model_fields}
 
 
 def test_a_missing_file_names_the_shipped_ones() -> None:

@@ -17,7 +17,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.events import HeldLine, StartedLine, StepLine
 from decentral.core.journal.file import Journal
 from decentral.core.journal.lines import Recorded, name_of
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.view.page.follow import PageFollower, SwarmTime
 from decentral.view.page.record_lines import RECORDS_AT_ONCE, ToldRecords
 from decentral.view.page.source_lines import MissedLine, NowLine, RecordLine, SourceEvent
@@ -219,7 +219,7 @@ def test_history_is_taken_with_its_totals(tmp_path: Path) -> None:
 
 
 def told_record(time: float) -> PeerRecord:
-    return PeerRecord("run", time, (), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
+    return PeerRecord("run", time, (), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase=PeerPhase.TRAINING)
 
 
 def test_each_record_is_told_once_and_not_too_many_at_once() -> None:

@@ -11,7 +11,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import MOST_LAYERS
 from decentral.core.journal.lines import Recorded
 from decentral.core.plain_text import SHOWN_CHARS
-from decentral.peers.membership.records import PeerRecord, Profile, Standing
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile, Standing
 from decentral.view.page import link_view, swarm_view
 from decentral.view.page.peer_view import ROW
 from decentral.view.page.source_lines import PAGE_LINES, RecordLine
@@ -35,7 +35,7 @@ class Told:
         known: dict[str, Any] = {"loss": 1.5, "held_out": 1.7, "shares": (900, 100), "exchanges": (3, 2, 1)}
         profile, first, last = Profile("cpu", 1, 1.0, 70.0, region=region), *span
         told = Standing(**known | standing)
-        kept = PeerRecord("run", 1.0, (), profile, first, last, 5, 5, 700, phase="training", standing=told)
+        kept = PeerRecord("run", 1.0, (), profile, first, last, 5, 5, 700, phase=PeerPhase.TRAINING, standing=told)
         self.view.take("", Recorded(t, RecordLine(peer=PeerId(peer), record=kept)))
 
     def training(self, *peers: str, t: float = 0.0) -> None:
@@ -70,6 +70,14 @@ def test_a_row_says_what_the_journal_said(told: Told) -> None:
     assert (row["exchanges"], row["reasons"]) == ([0, 0, 1], {"deadline": 1})
     assert (row["sent_bytes"], row["received_bytes"], row["first"], row["last"]) == (5, 6, 0, 4)
     assert (row["shares"][:2], row["mfu"]) == ([0.9, 0.1], 0.4)
+
+
+def test_a_browser_learns_which_states_count_as_live(told: Told) -> None:
+    told.training(A)
+    told.line(A, 3.0, "stopped", reason="signal")
+    for state in ("joining", "training", "left", "silent", "ended"):
+        told.view.peers[A].state = state
+        assert (state in told.view.snapshot()["live_states"]) is told.view.peers[A].live
 
 
 def test_tokens_of_all_lives_count_and_exchanges_of_the_present_one(told: Told) -> None:

@@ -14,14 +14,14 @@ from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.visit import VisitedSwarm
 from decentral.view.page.source_lines import MissedLine, PageEvent, RecordLine
 from decentral.view.page.visitor import Visitor
 
 RECORD = PeerRecord(
-    "run", 1.0, ("/ip4/1.2.3.4/tcp/1",), Profile("cpu", 1, 1.0, 70.0), 0, 3, 5, 5, 100, phase="training"
+    "run", 1.0, ("/ip4/1.2.3.4/tcp/1",), Profile("cpu", 1, 1.0, 70.0), 0, 3, 5, 5, 100, phase=PeerPhase.TRAINING
 )
 
 

@@ -6,7 +6,7 @@ const EVENTS = 300;
 
 export const swarm = {
   facts: {}, totals: {}, plan: {}, goal: {}, problems: [], lost: [], leaders: [], peers: new Map(), links: new Map(), events: [],
-  timeline: { begin: null, width_s: 1, series: {} }, now: 0, row: [], link_row: [], leader_row: [], kinds: [], outcomes: [],
+  timeline: { begin: null, width_s: 1, series: {} }, now: 0, row: [], link_row: [], leader_row: [], kinds: [], outcomes: [], live_states: [],
 };
 
 export function everything(told) {
@@ -14,7 +14,7 @@ export function everything(told) {
   swarm.links.clear();
   swarm.events = [];
   swarm.timeline = { begin: null, width_s: 1, series: {} };
-  for (const name of ["row", "link_row", "leader_row", "kinds", "outcomes"]) swarm[name] = told[name];
+  for (const name of ["row", "link_row", "leader_row", "kinds", "outcomes", "live_states"]) swarm[name] = told[name];
   changes(told);
 }
 
@@ -23,7 +23,7 @@ export function changes(told) {
   for (const row of told.peers) {
     const peer = named(swarm.row, row);
     peer.short = short(peer.peer);
-    peer.live = peer.state === "training" || peer.state === "joining";
+    peer.live = swarm.live_states.includes(peer.state);
     swarm.peers.set(peer.number, peer);
   }
   for (const number of told.forgotten ?? []) swarm.peers.delete(number);

@@ -30,7 +30,7 @@ from decentral.scheduler.throughput import (
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
-from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology, regions_of
 

@@ -1,6 +1,6 @@
 """The JSON of both kinds of plan: fixed names in a fixed order, which scripts rely on."""
 
-from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.plan_forms import SyncPlan, ThroughputPlan
 
 FOUND = {"solver": "genetic", "seed": 7, "seconds": 0.5, "baselines": {"random": 2.0}, "reason": "why", "digest": "d"}
 
