@@ -232,8 +232,8 @@ def between_codes(pairs: PairTraffic, cases: Sequence[PredictedGossip]) -> PairT
     """
     low_NN, high_NN = pairs.low_NN.copy(), pairs.high_NN.copy()
     sent_CNN = np.stack([one.sent_NN for one in cases])
-    for peer, codes in enumerate(zip(*(one.codes for one in cases), strict=True)):
-        if len({*codes}) > 1:
+    for peer in range(len(low_NN)):
+        if len({one.codes[peer] for one in cases}) > 1:
             low_NN[peer] = np.minimum(low_NN[peer], sent_CNN[:, peer].min(0) / BYTES_RANGE)
             high_NN[peer] = np.maximum(high_NN[peer], sent_CNN[:, peer].max(0) * BYTES_RANGE)
     return PairTraffic(pairs.mid_NN, low_NN, high_NN)

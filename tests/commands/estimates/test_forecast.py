@@ -38,9 +38,9 @@ def test_steps_that_are_longer_than_windows_set_the_pace_whatever_their_length()
 def test_a_peer_that_may_use_a_shorter_code_or_not_may_send_what_either_takes() -> None:
     """Of four homes with 20 Mb/s up, one sent a third of what the others sent, and another one in the next run."""
     played = between_windows(Rates(1.0, SENT_NN, ((0.5, ""), (0.5, ""))), 0.5, NO_CYCLE)
-    same = np.full(2, 0.5), NO_CYCLE, NO_CYCLE, ("", "")
+    window_N = np.full(2, 0.5)
     cases = [
-        PredictedGossip(*same, codes, times * SENT_NN)
+        PredictedGossip(window_N, NO_CYCLE, NO_CYCLE, ("", ""), codes, times * SENT_NN)
         for codes, times in [(("q4", "q4"), 1.0), (("q1", "q4"), 0.4), (("q4", "q4"), 2.0)]
     ]
     found = between_codes(played, cases)
