@@ -31,6 +31,7 @@ from decentral.store.places import is_address
 
 CARD_FILE = "README.md"
 MOST_CARD_BYTES = 4 * MiB
+EXPORTED = ("model.safetensors", "model-0", "adapter_model.safetensors")  # beginnings of the names of exported weights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     state_folders([text for text in flags.state_dir if not is_address(text)])  # before torch is loaded
+    _require_own_folder(Path(flags.out))
     with shared.loading("nothing written"):
         from decentral.model import adapter_folder, huggingface
         from decentral.serving import gather_weights, replicas
@@ -71,6 +73,15 @@ def _main(flags: argparse.Namespace) -> None:
         print(f"{CARD_FILE} names peers and data: read it before you publish the folder")
     if not adapters and "tokenizer.json" not in files:
         print("no tokenizer was written: this run's tokens are not bytes; give its tokenizer with --tokenizer PATH")
+
+
+def _require_own_folder(out: Path) -> None:
+    """Raise UserError if a folder has files, but no model of an earlier export.
+
+    An export would overwrite a user's files of the same names, such as config.json.
+    """
+    if out.is_dir() and any(out.iterdir()) and not any(next(out.glob(f"{name}*"), None) for name in EXPORTED):
+        raise UserError(f"--out {out}: this folder has other files; give a new folder, or one of an earlier export")
 
 
 def _local(text: str) -> str:

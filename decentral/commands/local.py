@@ -88,6 +88,8 @@ def _main(flags: LocalFlags) -> None:
         check_run(flags, folder)
         if flags.state_dir is not None:
             stack.enter_context(StateFolder.claim(flags.state_dir))
+        else:
+            console.print("the model will not be kept; to keep it, stop and give --state-dir DIR", soft_wrap=True)
         page = stack.enter_context(dashboard(flags.dashboard, folder, listening=page_socket))
         if page:
             console.print(f"the page: {page.url}", style="bold")

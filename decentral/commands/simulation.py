@@ -132,6 +132,7 @@ def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
     if flags.gradients:
         settings = real_gradients(settings, folder)
     drawn = list(flags.faults)
+    faults.require_possible(drawn, flags.peers, flags.seconds)
     drawn += faults.trace(Path(flags.trace)) if flags.trace else []
     if flags.random_faults:
         drawn += faults.draw(rng.stream(flags.seed, "faults"), flags.peers, flags.seconds, flags.random_faults)

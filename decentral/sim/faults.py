@@ -113,6 +113,22 @@ def parse(text: str) -> list[Fault]:
     return [_one(part) for part in parts if part and not part.startswith("#")]
 
 
+def require_possible(chosen: Sequence[Fault], peers: int, seconds: Seconds) -> None:
+    """Raise UserError if one of these faults begins after the end of a run, or names a peer that it never has.
+
+    Args:
+        chosen: All faults of the run.
+        peers: The number of peers at the start.
+        seconds: The length of the run in virtual seconds.
+    """
+    known = peers + sum(int(one.value) for one in chosen if one.kind == "join")
+    for one in chosen:
+        if one.at >= seconds:
+            raise UserError(f"--faults: {one} comes after the end of the run; give a longer --seconds than {seconds:g}")
+        if missing := [peer for peer in one.peers if peer >= known]:
+            raise UserError(f"--faults: {one} names peer {missing[0]}; the run has the peers 0 to {known - 1}")
+
+
 def _one(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     if found is None:

@@ -95,7 +95,7 @@ def throughput_plan(
     costs = problem.costs
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
-        raise UserError(f"--holders {holders}: found no plan with this many holders of each layer; add memory or peers")
+        raise UserError(f"found no plan in which {holders} or more peers hold each layer; add memory or peers")
     chosen = _with_whole_models(problem, chosen, progress)
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress):

@@ -204,3 +204,13 @@ def test_an_out_folder_that_cannot_be(capfd: pytest.CaptureFixture[str], folders
 
 def test_a_join_address_that_is_none(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "--join expects an address" in refusal(capfd, "--join", "nowhere", "--out", str(tmp_path / "out"))
+
+
+def test_files_that_no_export_wrote_are_not_overwritten(
+    folders: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (out := tmp_path / "notes").mkdir()
+    (out / "config.json").write_text("mine")
+    said = refusal(capfd, "--state-dir", str(folders[0]), "--out", str(out))
+    assert "this folder has other files; give a new folder, or one of an earlier export" in said
+    assert (out / "config.json").read_text() == "mine"

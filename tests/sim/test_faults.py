@@ -1,5 +1,6 @@
 """The language of faults: read, written, drawn by chance, and read from a trace."""
 
+import re
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -151,3 +152,21 @@ def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str | None) 
         path.write_text(text)
     with pytest.raises(UserError, match="expected a CSV with the columns time, peer, up/down"):
         faults.trace(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("crash 99 at 5", "crash 99 at 5 names peer 99; the run has the peers 0 to 3"),
+        ("join 2 at 1; crash 6 at 5", "crash 6 at 5 names peer 6; the run has the peers 0 to 5"),
+        ("crash 1 at 20", "crash 1 at 20 comes after the end of the run; give a longer --seconds than 20"),
+    ],
+)
+def test_a_fault_that_cannot_happen_is_refused(text: str, said: str) -> None:
+    """It was reported as `all well 0.0 s later`."""
+    with pytest.raises(UserError, match=re.escape(said)):
+        faults.require_possible(faults.parse(text), peers=4, seconds=20.0)
+
+
+def test_faults_of_newcomers_and_of_all_peers_are_possible() -> None:
+    faults.require_possible(faults.parse("join 2 at 1; crash 5 at 5; crash all at 10"), peers=4, seconds=20.0)
