@@ -40,7 +40,7 @@ SOON_S = 2.0  # after a piece that arrived within this time, one more piece is r
 FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
 # A donor is asked for one more fragment only if it then keeps at most this many bytes encoded for this newcomer, or if
 # that fragment is the only one.
-ENCODED_BYTES = 64 * MiB
+ENCODED_BYTES = 128 * MiB
 AHEAD_BYTES = 1  # such a request is for this many bytes, so that it takes nothing from a slow uplink
 FAILURES = 2
 PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a newcomer must get at least 9 kB/s
