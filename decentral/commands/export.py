@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from decentral.commands import shared
@@ -31,7 +32,7 @@ from decentral.store.places import is_address
 
 CARD_FILE = "README.md"
 MOST_CARD_BYTES = 4 * MiB
-EXPORTED = ("model.safetensors", "model-0", "adapter_model.safetensors")  # beginnings of the names of exported weights
+EXPORTED = ("model.safetensors", "model-0*", "adapter_model.safetensors")  # patterns of files of weights in a folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +81,9 @@ def _require_own_folder(out: Path) -> None:
 
     An export would overwrite a user's files of the same names, such as config.json.
     """
-    if out.is_dir() and any(out.iterdir()) and not any(next(out.glob(f"{name}*"), None) for name in EXPORTED):
+    with writing("--out", out, "folder"):
+        names = [one.name for one in out.iterdir()] if out.is_dir() else []
+    if names and not any(fnmatch(name, pattern) for name in names for pattern in EXPORTED):
         raise UserError(f"--out {out}: this folder has other files; give a new folder, or one of an earlier export")
 
 

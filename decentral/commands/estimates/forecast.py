@@ -203,8 +203,8 @@ def _played(
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
     rates = play(run, topology, machines, plan, least_s, budget)
     by_cores = least_s > run.gossip.window_s
-    eased = [_gossip(run, topology, machines, spans, ease) for ease in (1.0, *EASE)]
-    pairs = between_codes(between_windows(rates, run.gossip.window_s, gossip.cycle_s), eased).within(topology)
+    cases = [gossip, *_eased(run, topology, machines, spans)]
+    pairs = between_codes(between_windows(rates, run.gossip.window_s, gossip.cycle_s), cases).within(topology)
     return rates, pairs, tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
 
 
@@ -263,6 +263,13 @@ def _gossip(
     return traffic(topology, run.gossip, machines[0].needs.fragments, spans, [one.gossiper for one in machines], ease)
 
 
+def _eased(
+    run: Config, topology: Topology, machines: Sequence[Machine], spans: Sequence[tuple[int, int]]
+) -> list[PredictedGossip]:
+    """Return the gossip of peers whose links and cores are slower, and faster, than assumed (EASE)."""
+    return [_gossip(run, topology, machines, spans, ease) for ease in EASE]
+
+
 def _predicted(
     run: Config,
     topology: Topology,
@@ -271,7 +278,7 @@ def _predicted(
     gossip: PredictedGossip,
 ) -> PairTraffic:
     """Return the traffic of gossip by formulas, for a swarm that is too large to simulate."""
-    cases = [gossip.sent_NN, *(_gossip(run, topology, machines, spans, ease).sent_NN for ease in EASE)]
+    cases = [one.sent_NN for one in (gossip, *_eased(run, topology, machines, spans))]
     low_NN, high_NN = np.minimum.reduce(cases) / BYTES_RANGE, np.maximum.reduce(cases) * BYTES_RANGE
     return PairTraffic(gossip.sent_NN, low_NN, high_NN)
 
