@@ -71,10 +71,10 @@ class Objective(ABC):
 
     help: str
     solvers: tuple[str, ...]  # typed here, since the solvers' modules load scipy
-    unit: str  # of the number by which plans are compared
-    compared: str  # name of this number
-    baseline: str  # name of the number of `Plan.baselines`
-    digits: str  # format of this number in a comparison
+    unit: str  # unit of the objective's value, by which plans are compared
+    compared: str  # heading of the column with this value
+    baseline: str  # heading of the column with the values of `Plan.baselines`
+    digits: str  # format of the objective's value in tables
     most_is_best: bool
     searched_share: float  # share of --seconds that the search gets
 

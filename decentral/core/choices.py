@@ -22,7 +22,7 @@ class Algorithm:
     rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
     memory_bytes: int  # gossip state and published snapshots together take at most this many bytes per parameter
     # `memory_bytes` of a fragment with at least LARGE_ELEMENTS parameters, and of such a fragment whose merges are all
-    # applied in full (`Optimizer.takes_all`); 0: the same
+    # applied in full (`Optimizer.takes_all`); 0: `memory_bytes`
     large_memory_bytes: int = 0
     full_merge_memory_bytes: int = 0
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers

@@ -66,7 +66,7 @@ class CopyMemory(Protocol):
 
 
 Arrive = Callable[[], Tensor]
-"""A function that waits until a copy is in host memory; call it on the worker thread."""
+"""A function that waits until a copy is in host memory, and returns it; call it once, on the worker thread."""
 
 
 class Live:

@@ -163,16 +163,16 @@ def most_sequences(run: config.Config, device: Device, begin: int, end: int, mem
 def part_of(whole: MemoryNeeds, run: config.Config, ranks: int, gossip_apart: bool = False) -> MemoryNeeds:
     """Return the bytes that each fragment takes on rank 0 of an island whose ranks divide the model equally.
 
-    Each rank holds an equal part of the state; rank 0 also has the published snapshots, which `whole` does not count
-    if `gossip_apart` is True. For one fragment at a time, ranks also hold complete vectors: rank 0
-    those of gossip, and every rank the weights and gradients of the layer that computes, of the next layer, and of the
-    layer whose gradients are being added up.
+    Each rank holds an equal part of the state, but for the published snapshots, which rank 0 has whole; `whole` does
+    not count them if `gossip_apart` is True. For one fragment at a time, ranks also hold complete vectors: rank 0 those
+    of gossip, and every rank the weights and gradients of the layer that computes, of the next layer, and of the layer
+    whose gradients are being added up.
     """
     layers = [3 * 2 * _number_bytes(run) * one.parameters for one in whole.fragments]
     snapshots = [0 if gossip_apart else PUBLISHED_BYTES * one.parameters for one in whole.fragments]
     return replace(
         whole,
-        state=tuple(more - (more - size) // ranks for size, more in zip(whole.state, snapshots, strict=True)),
+        state=tuple(kept + -(-(size - kept) // ranks) for size, kept in zip(whole.state, snapshots, strict=True)),
         scratch=tuple(size + more for size, more in zip(whole.scratch, layers, strict=True)),
         late_gradients=(),
         kept=0,

@@ -147,7 +147,7 @@ class FragmentCosts(LayerCosts):
     tokens_per_s: float
     tight: bool = False  # whether a search may use memory down to the least number of micro-batches in flight
     micro_batch_tokens: int = 0  # 0: do not count micro-batches in flight
-    accumulate: int = 0  # a step waits for this many micro-batches at least; 0: for none (`routes.overlap`)
+    accumulate: int = 0  # least number of micro-batches in a step; 0: steps wait for none (`routes.overlap`)
 
     def reached(self, spans_N2: Ints, flow: "MaxFlow") -> float:
         """Return the tokens/s of a flow that memory for micro-batches in flight allows, with links of usual delays."""

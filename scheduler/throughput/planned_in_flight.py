@@ -274,7 +274,8 @@ def in_rounds(
         return rates
     limited = [(rate, hops) for rate, (_, hops) in zip(rates.tolist(), paths, strict=True)]
     waiting_N = WAITING_FOR_STEPS * np.minimum(1.0, _use(pipeline, limited, slower_N)) ** 2
-    for peer in {peer for _, hops in paths for peer, _, _ in hops}:  # a queue is no longer than its memory has places
+    # No more micro-batches wait for a device than its memory has places for.
+    for peer in {peer for _, hops in paths for peer, _, _ in hops}:
         places = pipeline.capacity((peer, *spans_N2[peer]), spans_N2[peer])
         waiting_N[peer] = min(waiting_N[peer], places - 1)
     return pipeline.carried(limited, spans_N2, waiting_N, slower_N)
@@ -292,7 +293,8 @@ def _slower_by_pauses(pipeline: Pipeline, paths: Sequence[Path], accumulate: int
         seconds of a micro-batch = passes_s + P / G
     """
     users: dict[int, set[int]] = defaultdict(set)  # peer -> the origin peers of the routes through it
-    sums_N3 = np.zeros((pipeline.costs.peers, 3))  # tokens/s, and times these the seconds of a pause and of the passes
+    # For each peer: the tokens/s of its routes, and the sums of tokens/s times seconds of a pause, and of the passes.
+    sums_N3 = np.zeros((pipeline.costs.peers, 3))
     for rate, hops in (path for path in paths if len(path[1]) > 1):
         kept_s = pipeline.kept_s(hops, 0.0)
         for (peer, first, last), one in zip(hops, kept_s, strict=True):
