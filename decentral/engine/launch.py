@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from decentral.commands.shared import ending_signals, one_line
 from decentral.core import config
-from decentral.core.choices import OPTIMIZERS
+from decentral.core.choices import ALGORITHMS, OPTIMIZERS
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
 from decentral.core.rank_place import ATTEMPT, Place, Split
@@ -222,7 +222,7 @@ def choose_parts(
 
 def _whole_only(run: config.Config) -> str:
     """Return the setting because of which a model cannot be divided over devices; "" if it can be."""
-    if run.gossip.algorithm != "pull":
+    if not ALGORITHMS[run.gossip.algorithm].sharded:
         return f"gossip.algorithm {run.gossip.algorithm}"
     if run.train.moments != "float32":
         return f"train.moments {run.train.moments}"
