@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +26,19 @@ from torch.overrides import BaseTorchFunctionMode
 
 from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
+from decentral.core.choices import OPTIMIZERS
 from decentral.data import corpora
 from decentral.engine import measure
-from decentral.engine.inner import FINAL_RATE
+from decentral.engine.inner import rate_at
 from decentral.engine.muon import product_dtype
 from decentral.engine.optimizers import BETA1, BETA2
 from decentral.model import decoder
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
 SYNC_S = 1.0  # between two waits for a GPU's queue of work to run dry, as only then it is known which step has ended
+
+# torch's own version of each optimizer, other than AdamW, of the blocks' matrices (core/choices.py)
+OF_MATRICES = {"muon": partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")}
 
 Mark = tuple[float, int]  # a Unix time, and how many steps had ended then
 
@@ -109,10 +114,9 @@ def steps(
 def _optimizers(
     model: nn.Module, train: config.TrainConfig
 ) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LambdaLR]]:
-    """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the others; with their schedules."""
-    assert train.optimizer in ("adamw", "muon"), f"{train.optimizer} has no bare loop"
-    muon = train.optimizer == "muon"
-    blocks = [p for layer in list(model.children())[1:-1] for p in layer.parameters() if p.ndim == 2] if muon else []
+    """AdamW for all parameters, or another optimizer for the blocks' matrices; with their schedules."""
+    inner = OF_MATRICES[train.optimizer] if OPTIMIZERS[train.optimizer].stretch else None
+    blocks = [p for layer in list(model.children())[1:-1] for p in layer.parameters() if p.ndim == 2] if inner else []
     known = {id(p) for p in blocks}
     others = [p for p in model.parameters() if id(p) not in known]
     groups = [
@@ -121,21 +125,12 @@ def _optimizers(
     ]
     rate = train.peak_rate
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(BETA1, BETA2), fused=True)]
-    if blocks:
-        optimizers.append(
-            torch.optim.Muon(blocks, lr=rate, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _share(train, step)) for one in optimizers]
+    if inner:
+        optimizers.append(inner(blocks, lr=rate, weight_decay=train.weight_decay))
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: rate_at(train, step, step) / rate) for one in optimizers
+    ]
     return optimizers, schedules
-
-
-def _share(train: config.TrainConfig, step: int) -> float:
-    """The part of the learning rate that this step has."""
-    warm = min(1.0, (step + 1) / (train.warmup_steps + 1))
-    if train.total_steps is None:
-        return warm
-    left = max(0.0, 1 - max(0, step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
-    return warm * (FINAL_RATE + (1 - FINAL_RATE) * left)
 
 
 class FastestOnCpu(BaseTorchFunctionMode):

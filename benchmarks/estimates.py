@@ -30,7 +30,7 @@ from decentral.comm.gossip.gossip_cost import FEWER_CORES
 from decentral.commands.estimates import places
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.forecast import Forecast, forecast
-from decentral.commands.estimates.machines import Machine, machines_of, step_tokens
+from decentral.commands.estimates.peer_devices import PeerDevice, devices_of, step_tokens
 from decentral.commands.estimates.playing import PlayedSwarm, scenario_of
 from decentral.commands.estimates.traffic import Gossiper
 from decentral.commands.local import LocalSwarm
@@ -120,7 +120,7 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     which is the last minute of the run; its timing before the run is shown beside it.
     """
     run_config, groups = config.load(None, case.overrides), places.groups_of(case.peers)
-    (before_run,), count = machines_of(run_config, groups), groups[0].count
+    (before_run,), count = devices_of(run_config, groups), groups[0].count
     flags = ["--peers", f"{count}", "--stop-after", "1d"] + [part for key in case.overrides for part in ("--set", key)]
     with tempfile.TemporaryDirectory(prefix="estimates-") as folder:
         swarm = LocalSwarm(parse_local(flags), Path(folder))
@@ -132,8 +132,8 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(args.seconds)
             ends, after = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
             journals = [list(recorded(read(one / "journal.jsonl"))) for one in swarm.folders()]
-    (machine,) = machines_of(run_config, groups)
-    where = places.topology_of(groups, [machine.memory_bytes / 1e9], [1.0])
+    (device,) = devices_of(run_config, groups)
+    where = places.topology_of(groups, [device.memory_bytes / 1e9], [1.0])
     within = [[one for one in lines if begins <= one.t <= ends + TRAFFIC_S] for lines in journals]
     tokens = [
         [(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine) and timed <= one.t <= ends]
@@ -146,9 +146,9 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     sent = sum(map(exchanged_per_s, within)) + sum(PROBE_BYTES / longest_pause_s(lengths[-1]) for lengths in windows)
     spent = [processes.spent(pid, begun, ended) for pid, begun, ended in zip(pids, before, after, strict=True)]
     share = sum(one.training for one in spent) / count / (ends - timed)
-    loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / share, cores=cores))
+    loaded = replace(device, gossiper=replace(device.gossiper, step_s=device.gossiper.step_s / share, cores=cores))
     found = forecast(run_config, where, [loaded] * count)
-    drift = round(before_run.tokens_per_s / machine.tokens_per_s, 3)
+    drift = round(before_run.tokens_per_s / device.tokens_per_s, 3)
     of_run = {
         "share": round(share, 3),
         "speed_before_over_after": drift,
@@ -206,16 +206,16 @@ def seen_cores(pids: Sequence[int], seconds: float) -> float:
 def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Estimate a swarm, play it in virtual time, and compare."""
     run_config = config.load(None, [*case.overrides, "gossip.start_steps=0"])
-    where, machines = _swarm(case, run_config)
+    where, devices = _swarm(case, run_config)
     if args.part == "simulated":  # every peer has the whole model, however little memory its card has
-        machines = [replace(one, memory_bytes=max(one.memory_bytes, one.whole_bytes)) for one in machines]
-    found = forecast(run_config, where, machines, args.budget_s, clock=lambda: 0.0)  # whatever else runs here
+        devices = [replace(one, memory_bytes=max(one.memory_bytes, one.whole_bytes)) for one in devices]
+    found = forecast(run_config, where, devices, args.budget_s, clock=lambda: 0.0)  # whatever else runs here
     plan = None
     if args.part == "routed":
-        where = replace(where, costs=tuple(one.costs for one in machines))
+        where = replace(where, costs=tuple(one.costs for one in devices))
         plan = throughput_plan(where, run_config, "genetic", args.seed, SearchBudget(5.0))
     began = time.process_time()
-    scenario = scenario_of(run_config, where, machines, plan, run_config.gossip.window_s, args.virtual_s, args.seed)
+    scenario = scenario_of(run_config, where, devices, plan, run_config.gossip.window_s, args.virtual_s, args.seed)
     watch = PlayedSwarm()
     run(scenario, lambda _: watch.sample(), watches=[watch])
     begin = next(one for one in watch.at if one[0] >= args.virtual_s / 3)
@@ -227,12 +227,12 @@ def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return compared(found, (end[1] - begin[1]) / lasted_s, sent) | of_run
 
 
-def _swarm(case: Case, run_config: Config) -> tuple[Topology, list[Machine]]:
-    """Return the topology, and each peer's machine, whose speed is known and whose processor limits no gossip."""
+def _swarm(case: Case, run_config: Config) -> tuple[Topology, list[PeerDevice]]:
+    """Return the topology, and each peer's device, whose speed is known and whose processor limits no gossip."""
     low, high = KNOWN
     if case.step_s:
         where = topologies.load(case.peers)
-        model = machines_of(run_config, places.groups_of("H200"))[0]
+        model = devices_of(run_config, places.groups_of("H200"))[0]
         steps = [case.step_s[number % len(case.step_s)] for number in range(len(where))]
         return where, [
             replace(
@@ -243,7 +243,7 @@ def _swarm(case: Case, run_config: Config) -> tuple[Topology, list[Machine]]:
     groups = places.groups_of(case.peers)
     kinds = [
         replace(one, low=low, high=high, gossiper=Gossiper(one.gossiper.step_s, None))
-        for one in machines_of(run_config, groups)
+        for one in devices_of(run_config, groups)
     ]
     where = places.topology_of(groups, [one.memory_bytes / 1e9 for one in kinds], [1.0] * len(groups))
     return where, [one for one, group in zip(kinds, groups, strict=True) for _ in range(group.count)]

@@ -100,7 +100,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "sim": "fault_injector liars real_training surrogate surrogate_model sweep",
         "sim.invariants": "convergence gossip",
         "view": "scalar_logs",
-        "commands.estimates": "machines own_speed",
+        "commands.estimates": "own_speed peer_devices",
         "commands": "simulation",
     },
     "cupy": {

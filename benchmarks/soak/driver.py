@@ -15,7 +15,7 @@ from benchmarks.soak.evidence import Evidence, Exit, Hit
 from benchmarks.soak.faults import MOST_AT_ONCE, Fault
 from benchmarks.soak.judge import MOST_RECOVERY_S
 from benchmarks.soak.swarm import SoakSwarm, daemons, signal_all
-from decentral.commands.shared import INTERRUPTED
+from decentral.core.errors import ExitCode
 
 TICK_S = 0.2
 SAMPLE_S = 5.0
@@ -23,7 +23,10 @@ STALL_S = 5.0  # between two ticks: this process did not run, and perhaps none d
 TAIL_S = 30.0  # watched after the last fault
 OF_NETWORK = ("cut", "daemon")
 KILLED = -signal.SIGKILL
-LEFT = (0, INTERRUPTED)  # exit codes of a peer that left when it was told to, the second one while it started
+LEFT = (
+    ExitCode.DONE,
+    ExitCode.INTERRUPTED,
+)  # exit codes of a peer that left when it was told to, the second one while it started
 
 
 class Driver:

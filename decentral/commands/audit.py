@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.journal.events import AppliedLine, CountedLine, JournalEvent, LostLine, StartedLine, UncountedLine
 from decentral.core.journal.file import deleted, read
 from decentral.core.journal.lines import JOURNAL_LINES, Recorded, name_of
@@ -46,11 +46,11 @@ def _main(flags: argparse.Namespace) -> None:
         + (f"; {result.unapplied:,} tokens counted but in no optimizer step" if result.unapplied else "")
     )
     if not result.sound:
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
     missing = gaps(found, lines)
     if missing:
         print(f"the journals are not complete: {missing}")
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
 
 
 def well_formed(journal: Path) -> Iterator[Line]:

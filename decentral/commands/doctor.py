@@ -7,7 +7,7 @@
 The command changes nothing: it removes the file that it writes to measure the disk. Exit codes: 0 if nothing is wrong,
 1 if something is wrong, 2 for wrong flags.
 
-decentral/commands/checks/machine.py     checks that need no optional packages
+decentral/commands/checks/computer.py    checks that need no optional packages
 decentral/commands/checks/examine.py     all other checks, loaded only if the packages are installed
 """
 
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.commands.checks import machine
+from decentral.commands.checks import computer
 from decentral.commands.checks.finding import Finding, FindingState, any_wrong, unknown
 from decentral.core import strict_json
 from decentral.core.device_names import CHOICES
@@ -55,7 +55,7 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
     Raises:
         UserError: If an address of --join is not valid, or the state folder cannot be read.
     """
-    here = [machine.python(), machine.packages()]
+    here = [computer.python(), computer.packages()]
     for finding in here:
         yield finding
     if any_wrong(here):

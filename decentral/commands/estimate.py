@@ -22,6 +22,7 @@ from decentral.commands.estimates import cards, places, sizes
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core import config, quantities, strict_json
+from decentral.core.choices import ALGORITHMS, names_with
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean
@@ -71,7 +72,7 @@ def run_of(flags: argparse.Namespace) -> Config:
     """Return the config that CONFIG, --model, --model-from and --set describe.
 
     Raises:
-        UserError: If the config is not valid, its model is user code, or its peers do not gossip by pulls.
+        UserError: If the config is not valid, its model is user code, or estimates know no such gossip.
     """
     size = flags.model if flags.model and sizes.is_size(flags.model) else None
     if flags.model and size is None and flags.config:
@@ -86,8 +87,9 @@ def run_of(flags: argparse.Namespace) -> Config:
         run = sizes.with_shape(run, size, frozenset(run.model.model_fields_set))
     if run.model.layers is not None:
         raise UserError("user code (model.layers) cannot be estimated; estimate with model.depth and model.width")
-    if run.gossip.algorithm != "pull":
-        raise UserError(f"only swarms with gossip.algorithm pull can be estimated; it is {run.gossip.algorithm}")
+    if not ALGORITHMS[run.gossip.algorithm].is_estimated:
+        known = names_with(ALGORITHMS, lambda one: one.is_estimated)
+        raise UserError(f"only swarms with gossip.algorithm {known} can be estimated; it is {run.gossip.algorithm}")
     return run
 
 

@@ -58,7 +58,9 @@ def _main(flags: argparse.Namespace) -> None:
     seed = secrets.randbits(loaded_model.SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", shared.ERROR_CHARS), file=sys.stderr, flush=True)
     _say_what_is_forgotten(model.config.most_positions, len(prompt), flags.max_tokens)
-    sampling = Sampling(flags.temperature, flags.top_p, seed, flags.max_tokens, model.codec.size)
+    sampling = Sampling(
+        temperature=flags.temperature, top_p=flags.top_p, seed=seed, tokens=flags.max_tokens, below=model.codec.size
+    )
     decode = model.codec.decoder()
     for token in prompt:  # the decoder needs the prompt as context; the text that it returns is not used
         decode(token)

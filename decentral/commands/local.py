@@ -27,7 +27,7 @@ from decentral.commands.local_peer import OUTPUT, LocalPeer
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
 from decentral.core.device_names import CHOICES, valid_devices
-from decentral.core.errors import UserError, writing
+from decentral.core.errors import ExitCode, UserError, writing
 from decentral.core.journal.events import JoinedLine, JournalEvent, StartedLine, StepLine
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.peer_names import name_of_several
@@ -115,7 +115,7 @@ def _main(flags: LocalFlags) -> None:
         deaths = swarm.deaths()
         if is_early and not swarm.has_trained():
             console.print("stopped before any peer trained; nothing saved")
-            raise SystemExit(1 if deaths else shared.INTERRUPTED)
+            raise SystemExit(ExitCode.FAILED if deaths else ExitCode.INTERRUPTED)
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
     summary.report(console, result)
     if flags.summary:
@@ -123,9 +123,9 @@ def _main(flags: LocalFlags) -> None:
             Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
     console.print(shared.as_called(summary.next_step(flags.state_dir)), soft_wrap=True, markup=False)
     if deaths:
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
     if not swarm.has_started:
-        raise SystemExit(shared.INTERRUPTED)
+        raise SystemExit(ExitCode.INTERRUPTED)
 
 
 def check_run(flags: LocalFlags, folder: Path) -> None:

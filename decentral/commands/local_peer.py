@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from decentral.commands import shared
+from decentral.core.errors import ExitCode
 from decentral.core.journal.events import ErrorLine, JournalEvent, StepLine, StoppedLine, UnheldLine
 from decentral.core.journal.file import Tail, read
 from decentral.core.journal.lines import recorded
@@ -45,7 +45,7 @@ class LocalPeer:
     def death(self) -> str:
         """Return the signal or exit code of a process that died, as text; "" if it runs or left in an orderly way."""
         status = self.process.poll() or 0
-        if status in (-signal.SIGINT, shared.INTERRUPTED):  # no death: Ctrl-C ended the process while it started
+        if status in (-signal.SIGINT, ExitCode.INTERRUPTED):  # no death: Ctrl-C ended the process while it started
             return ""
         return f"killed by signal {-status}" if status < 0 else f"exit code {status}" if status else ""
 

@@ -30,7 +30,7 @@ from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.lifeline import heed
 from decentral.core import config, quantities
 from decentral.core.device_names import CHOICES, valid_devices
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.near_names import did_you_mean
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
@@ -76,7 +76,7 @@ def _start(arguments: Sequence[str]) -> None:
     except UserError:
         if place is None or place.rank == 0:
             raise
-        raise SystemExit(2) from None  # only rank 0 prints the error
+        raise SystemExit(ExitCode.MISTAKE) from None  # only rank 0 prints the error
     if place is not None:
         assert flags.state_dir, "a rank has a state folder"
         compile_caches.keep_in(Path(flags.state_dir).absolute())

@@ -1,7 +1,6 @@
-"""Code that all commands share: running a command, exit codes, and parsers of flags. Start reading at `run`.
+"""Code that all commands share: running a command, and parsers of flags. Start reading at `run`.
 
-Exit codes: 0 means success. 1 means a bug, or a bad result that the command has printed. 2 means an error that the user
-can correct; one line on stderr explains it. INTERRUPTED means that Ctrl-C came before the command had done its work.
+core/errors.py has the exit codes (`ExitCode`).
 """
 
 import argparse
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from decentral.commands import table
 from decentral.commands.output import OutputGone, outputs
 from decentral.core import ids, quantities
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.near_names import did_you_mean, nearest
 from decentral.core.plain_text import error_text, printable
 
@@ -36,7 +35,6 @@ T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
 STARTING = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
 EXPECTED = {"int": "a whole number such as 4", "float": "a number such as 1.5"}  # type of a flag -> what is expected
 MAY_BE_EMPTY = ("region", "text")  # a peer's region and a prompt; any other empty argument is a mistake
 MISTAKEN = {  # (a flag that a command lacks, another flag that the command has) -> what is meant
@@ -267,7 +265,7 @@ def _end_as_ctrl_c_does() -> None:
 def loading(result: str = "") -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end this process at once within the block, which imports large libraries.
 
-    The exit code is then INTERRUPTED, and a line on stderr says so.
+    The exit code is then `ExitCode.INTERRUPTED`, and a line on stderr says so.
 
     torch and libp2p take seconds to load, and an interrupted import may leave a half-loaded library. Use the block only
     before the command has anything to clean up. Signals that the process ignores are still ignored.
@@ -279,7 +277,7 @@ def loading(result: str = "") -> Iterator[None]:
     def end(*_: object) -> None:
         with suppress(OSError):  # stderr is closed
             os.write(2, f"{_interrupted(result)}\n".encode())
-        os._exit(INTERRUPTED)
+        os._exit(ExitCode.INTERRUPTED)
 
     heard = [each for each in ending_signals() if signal.getsignal(each) is not signal.SIG_IGN]
     ending = heard if threading.current_thread() is threading.main_thread() else []
@@ -333,8 +331,8 @@ def run(main: Callable[[], None], lasting: bool = False) -> int:
         lasting: Whether to go on when stdout cannot be written.
 
     Returns:
-        0, also if the program that reads stdout has ended; `interrupted` after Ctrl-C; 2 after a UserError, or if
-        stdout cannot be written for another reason.
+        DONE, also if the program that reads stdout has ended; INTERRUPTED after Ctrl-C; MISTAKE after a UserError, or
+        if stdout cannot be written for another reason.
     """
     _end_as_ctrl_c_does()
     try:
@@ -343,16 +341,16 @@ def run(main: Callable[[], None], lasting: bool = False) -> int:
                 main()
             except UserError as error:
                 print("error:", one_line(error), file=sys.stderr)
-                return 2
+                return ExitCode.MISTAKE
             except KeyboardInterrupt as error:
                 print(_interrupted(str(error)), file=sys.stderr)
                 raise
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not let Ctrl-C interrupt Python's exit
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except OutputGone as error:
         if not error.nobody_reads:
             print("error:", one_line(error), file=sys.stderr)
-        return 0 if error.nobody_reads else 2
-    return 0
+        return ExitCode.DONE if error.nobody_reads else ExitCode.MISTAKE
+    return ExitCode.DONE

@@ -17,7 +17,7 @@ from decentral.commands import shared
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, rng, strict_json
 from decentral.core.choices import ALGORITHMS
-from decentral.core.errors import UserError, writing
+from decentral.core.errors import ExitCode, UserError, writing
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.plain_text import plain_text
 from decentral.core.temporary import temporary_folder
@@ -152,7 +152,7 @@ def _run(flags: argparse.Namespace, scenario: Scenario, watches: Sequence[Watch]
         _explain(str(violation), violation.latest, scenario, again)
         if flags.shrink:
             _shrink(scenario, violation.rule)
-        raise SystemExit(1) from None
+        raise SystemExit(ExitCode.FAILED) from None
 
 
 def _sweep(flags: argparse.Namespace) -> None:
@@ -181,7 +181,7 @@ def _sweep(flags: argparse.Namespace) -> None:
     if flags.json:
         print(strict_json.dumps(account()))
     if violated:
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
 
 
 def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, object]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail, holder
 from decentral.commands.ps import STATUS_COLUMNS, SUSPENDED, PeerStatus, here, table
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
 from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at, journals_in
@@ -50,7 +50,7 @@ def _main(flags: argparse.Namespace) -> None:
         return
     if flags.all and not _agreed([running[peer] for peer in found], flags.yes):
         print("none was stopped")
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
     asked_at = time.time()
     deadline = time.monotonic() + STOP_S
     temporary = {peer for peer in found if peer.folder and is_temporary(peer.folder)}
@@ -71,7 +71,7 @@ def _main(flags: argparse.Namespace) -> None:
             all_well = all_well and is_saved
             print(f"{_called(peer, running[peer])}: {said}", flush=True)
     if not all_well:
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
 
 
 def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:

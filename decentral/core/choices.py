@@ -5,13 +5,15 @@ Each record describes one algorithm, optimizer or kind of data. The record names
 only names from these tables, so no text from the network selects code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from decentral.core.fragments import LARGE_ELEMENTS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,13 @@ class Algorithm:
     full_merge_memory_bytes: int = 0
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     synchronous: bool = False  # whether all peers take each step together, with all peers' gradients (comm/rounds)
+    # "module:name" of the FragmentGossip whose vectors are divided over the devices of a peer (engine/sharded_rule.py).
+    # Without such a class, the devices cannot divide the model.
+    sharded: str = ""
+    limits_partners: bool = (
+        False  # whether one hostile partner can change the weights only a little (comm/gossip/trust.py)
+    )
+    is_estimated: bool = False  # whether decentral.estimate can predict its traffic (commands/estimates/traffic.py)
 
     def state_bytes(self, parameters: int, full_merges: bool) -> int:
         """Return the most bytes that gossip state and snapshots take in a fragment with this many parameters."""
@@ -94,6 +103,9 @@ ALGORITHMS = {
             memory_bytes=16,  # 12 in fp32 vectors, 4 in our snapshot and its encoded answers
             large_memory_bytes=12,  # 10 in vectors, since one is int8 or bf16; 2 in our snapshot with the slow weights
             full_merge_memory_bytes=9,  # 4 in an fp32 vector, 3 in two residuals (int8: 2, bf16: 4); 2 in our snapshot
+            sharded="decentral.engine.sharded_rule:ShardedGossip",
+            limits_partners=True,
+            is_estimated=True,
         ),
         Algorithm(
             name="allreduce",
@@ -165,9 +177,9 @@ READERS = {  # suffix of a file for data.kind huggingface -> kind of reader, wit
 FILES_OF_ROWS = tuple(suffix for suffix, reader in READERS.items() if reader != "text")  # no other kind reads these
 
 
-def kinds_with(holds: Callable[[DataKind], bool]) -> str:
-    """Return the names of the kinds of data of which `holds` is true, such as "huggingface or tokens"."""
-    return " or ".join(sorted(one.name for one in DATA_KINDS.values() if holds(one)))
+def names_with(table: Mapping[str, T], holds: Callable[[T], bool]) -> str:
+    """Return the names in a table of the records of which `holds` is true, such as "huggingface or tokens"."""
+    return " or ".join(sorted(name for name, one in table.items() if holds(one)))
 
 
 def wires_of(name: str) -> list[Wire]:

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from decentral.core import foreign_file, own_yaml
-from decentral.core.choices import ALGORITHMS, DATA_KINDS, FILES_OF_ROWS, OPTIMIZERS, WIRES, DataKind, kinds_with
+from decentral.core.choices import ALGORITHMS, DATA_KINDS, FILES_OF_ROWS, OPTIMIZERS, WIRES, DataKind, names_with
 from decentral.core.config_keys import keys_of
 from decentral.core.config_values import (
     Digest,
@@ -131,7 +131,7 @@ class DataConfig(Strict):
     def format_is_read(self) -> "DataConfig":
         """Refuse a `format` other than text unless `kind` has formats."""
         if self.format != "text" and not self.facts.has_formats:
-            formatted = kinds_with(lambda one: one.has_formats)
+            formatted = names_with(DATA_KINDS, lambda one: one.has_formats)
             raise ValueError(f"data.format {self.format} needs data.kind {formatted}; data.kind is {self.kind}")
         return self
 
@@ -158,7 +158,8 @@ class TrainConfig(Strict):
     """Number of micro-batches in one optimizer step of a peer or, if gossip.algorithm is synchronous, in one optimizer
     step of the whole swarm. Unit: micro-batches."""
     optimizer: OptimizerName = "muon"
-    """Optimizer of the matrices between the model's first and last layer; AdamW trains all other weights."""
+    """Optimizer of the matrices between the model's first and last layer: adamw, or muon (Newton-Schulz iterations).
+    AdamW trains all other weights."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Learning rate between warm-up and decay; auto: the best rate that was measured for the optimizer.
     Unit: factor."""
@@ -223,8 +224,8 @@ class RoutesConfig(Strict):
     """How activations and gradients travel between peers, if each peer holds only a part of the layers."""
 
     wire: WireName = "bf16"
-    """Codec of the activations sent to the next peer, and of the gradients sent back. int8-q4: 8 bits an activation,
-    4 bits a gradient. auto: int8-q4 if this peer's uplink is slow, else bf16."""
+    """Codec of the activations sent to the next peer, and of the gradients sent back: fp32, bf16, int8, or int8-q4 (8
+    bits an activation, 4 bits a gradient). auto: int8-q4 if this peer's uplink is slow, else bf16."""
     overlap: bool = False
     """Begin new micro-batches before the optimizer step of the previous micro-batches. Training is then faster over
     slow links, but gradients are stale."""
@@ -382,7 +383,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     if kind.needs_tokenizer and found.tokenizer is None:
         raise UserError(f"config: data.kind {kind.name} needs data.tokenizer, or the flag --tokenizer PATH")
     if found.model.start_from is not None and kind.is_bytes and found.model.vocabulary != BYTES:
-        other, fitting = "but the model in model.from reads other tokens", kinds_with(lambda one: not one.is_bytes)
+        other = "but the model in model.from reads other tokens"
+        fitting = names_with(DATA_KINDS, lambda one: not one.is_bytes)
         raise UserError(f"config: data.kind {kind.name} gives bytes, {other}; set data.kind to {fitting}")
     return found
 

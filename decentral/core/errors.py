@@ -1,12 +1,22 @@
-"""The two kinds of error that are not bugs: `UserError` and `ProtocolError`."""
+"""The two kinds of error that are not bugs, `UserError` and `ProtocolError`, and the exit codes of commands."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 
 
+class ExitCode(IntEnum):
+    """The exit codes of commands. docs/READING.md explains them to users, and deploy/ names them to supervisors."""
+
+    DONE = 0
+    FAILED = 1  # a bug, or a bad result that the command has printed
+    MISTAKE = 2  # the user can correct it, so neither a supervisor nor `Launcher` starts the command again
+    INTERRUPTED = 130  # Ctrl-C came before the command had done its work; shells give this code, too
+
+
 class UserError(Exception):
-    """An error that the user can correct: the command prints its text, one line, and exits with code 2.
+    """An error that the user can correct: the command prints its text, one line, and exits with MISTAKE.
 
     The text says what was expected, what came, and what to do.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 MOST_HOLDERS = 16  # text comes from the mean of at most this many peers' weights; more would change the mean little
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Settings for generated text: how to sample each token from the model's distribution, and how many tokens."""
 

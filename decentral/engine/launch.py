@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from decentral.commands.shared import ending_signals, one_line
 from decentral.core import config
-from decentral.core.choices import OPTIMIZERS
+from decentral.core.choices import ALGORITHMS, OPTIMIZERS
 from decentral.core.end_with_parent import end_with_parent
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.rank_place import ATTEMPT, Place, Split
 from decentral.engine import heap, measure, memory
 from decentral.engine.island import BUCKET_BYTES, Island, follow
@@ -73,20 +73,20 @@ class Launcher:
         """Run all ranks until they end.
 
         Returns:
-            The exit code: 0 if all ranks have finished, or `stop` was called; 2 if a rank ended with exit code 2 (an
-            error of the user); 1 after RESTARTS restarts.
+            The exit code: DONE if all ranks have finished, or `stop` was called; MISTAKE if a rank ended so; FAILED
+            after RESTARTS restarts.
         """
         for attempt in range(RESTARTS + 1):
             os.environ[ATTEMPT] = str(attempt)
             self.agent = self._new_agent()
             failures = self.agent.run().failures
             if self.stopping or not failures:
-                return 0
+                return ExitCode.DONE
             codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
-            if 2 in codes.values():
-                return 2
+            if ExitCode.MISTAKE in codes.values():
+                return ExitCode.MISTAKE
             print(f"ranks failed (rank: exit code {codes}); starting all ranks again", file=sys.stderr)
-        return 1
+        return ExitCode.FAILED
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Send SIGINT to all ranks, so that they finish. This is the launcher's signal handler.
@@ -222,7 +222,7 @@ def choose_parts(
 
 def _whole_only(run: config.Config) -> str:
     """Return the setting because of which a model cannot be divided over devices; "" if it can be."""
-    if run.gossip.algorithm != "pull":
+    if not ALGORITHMS[run.gossip.algorithm].sharded:
         return f"gossip.algorithm {run.gossip.algorithm}"
     if run.train.moments != "float32":
         return f"train.moments {run.train.moments}"

@@ -28,7 +28,7 @@ PART_S = 600.0  # a part that does not come to host memory within this time show
 
 
 class Order(IntEnum):
-    """A kind of order. Rank 0 broadcasts an order, and the training threads of all ranks carry it out."""
+    """A kind of order. Rank 0 broadcasts it (`Island`); each rank's `follow` or `ShardedLive.obey` carries it out."""
 
     FINISH = 0
     MEASURE = 1  # all ranks together time forward and backward passes

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from decentral.comm.gossip.update_rules import RuleTools
 from decentral.comm.pipeline.activations import ActivationFormat
 from decentral.core import config, jobs
+from decentral.core.choices import ALGORITHMS, load
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import ActivationForms, Fragment, Layout
 from decentral.core.ids import PeerId
@@ -51,9 +52,8 @@ class Span:
         self.fragments: list[Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         if device.ranks.sharded:
-            from decentral.engine.sharded_rule import ShardedGossip  # this loads DTensor, for islands only
-
-            self.gossip = ShardedGossip(run.gossip, peer, tools)
+            sharded = load(ALGORITHMS[run.gossip.algorithm].sharded)  # this loads DTensor, for islands only
+            self.gossip = sharded(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None

@@ -106,7 +106,7 @@ class TextRequest(_Strict):
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = 1.0 if self.top_p is None else self.top_p
         seed = fresh_seed if self.seed is None else self.seed % (1 << 64)
-        return Sampling(temperature, top_p, seed, self.tokens, below)
+        return Sampling(temperature=temperature, top_p=top_p, seed=seed, tokens=self.tokens, below=below)
 
 
 class CompletionRequest(TextRequest):

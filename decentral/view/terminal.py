@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decentral.commands.shared import starting
+from decentral.core.choices import ALGORITHMS, names_with
 from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.peer_names import departed, titled
@@ -175,9 +176,10 @@ def openness(setup: NodeSetup, folder: Path) -> str:
     """Return a line that says who may join the swarm."""
     if setup.private is None:
         public = "this swarm is public: anybody who has an address may join, read the weights and change them"
-        if (used := setup.config.gossip.algorithm) == "pull":
+        used, safer = setup.config.gossip.algorithm, names_with(ALGORITHMS, lambda one: one.limits_partners)
+        if ALGORITHMS[used].limits_partners:
             return public
-        return f"{public}; with gossip.algorithm={used} one hostile peer can undo training; pull limits that"
+        return f"{public}; with gossip.algorithm={used} one hostile peer can undo training; {safer} limits that"
     if founder_path(folder).exists():
         return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
     return "this swarm is private: only peers that its founder has invited may join"

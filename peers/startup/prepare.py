@@ -27,7 +27,7 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core.config import Config
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine, StepLine
@@ -374,13 +374,13 @@ def _started(setup: NodeSetup, flags: StartFlags, kernels: str) -> StartedLine:
 
 
 def _exit(reason: str, unsaved: str) -> None:
-    """Raise UserError if the membership is over, SystemExit(2) after divergence, SystemExit(1) after another fault."""
+    """Raise UserError if the membership is over; SystemExit after divergence (MISTAKE) or another fault (FAILED)."""
     if reason.startswith(NO_MEMBER):
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith(DIVERGED):
-        raise SystemExit(2)  # status 2 tells a supervisor not to restart a peer that would diverge again
+        raise SystemExit(ExitCode.MISTAKE)  # a supervisor is not to restart a peer that would diverge again
     if reason.startswith("error") or unsaved not in ("", NOTHING_TO_SAVE):
-        raise SystemExit(1)
+        raise SystemExit(ExitCode.FAILED)
 
 
 @asynccontextmanager

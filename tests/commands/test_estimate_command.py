@@ -6,7 +6,7 @@ import re
 import pytest
 
 from decentral.commands import estimate
-from decentral.commands.estimates import machines, own_speed, size_table
+from decentral.commands.estimates import own_speed, peer_devices, size_table
 from decentral.commands.estimates.own_speed import OwnSpeed
 from decentral.commands.estimates.size_table import SHOWN_SIZES
 from decentral.core.strict_json import JsonObject
@@ -155,7 +155,7 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
         asked.append(peers)
         return OwnSpeed(0.1, 1e-8)
 
-    monkeypatch.setattr(machines, "own_speed", own_speed)
+    monkeypatch.setattr(peer_devices, "own_speed", own_speed)
     found = told(capsys, "default", "--peers", "2xcpu, this lab")
     assert asked == [3]
     assert found["tokens_per_s"]["mid"] == pytest.approx(3 * 8 * 128 / 0.1, rel=0.02)

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from decentral.commands import local, shared
-from decentral.core.errors import UserError
+from decentral.commands import local
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.journal import file as journal
 from decentral.core.journal.events import JoinedLine, StoppedLine
 from decentral.peers.startup.state import StateFolder
@@ -39,7 +39,7 @@ def scripted(tmp_path: Path, *codes: str) -> Scripted:
     return swarm
 
 
-@pytest.mark.parametrize("code", ["os._exit(0)", f"os._exit({shared.INTERRUPTED})", "os.kill(os.getpid(), 2)"])
+@pytest.mark.parametrize("code", ["os._exit(0)", f"os._exit({ExitCode.INTERRUPTED})", "os.kill(os.getpid(), 2)"])
 def test_no_peer_starts_after_one_that_somebody_has_stopped(tmp_path: Path, code: str) -> None:
     swarm = scripted(tmp_path, code, "os._exit(2)")
     with pytest.raises(local.StoppedWhileStarting, match=r"^peer 0 was stopped while starting$"):
@@ -97,7 +97,7 @@ def test_a_start_that_ctrl_c_ends_recommends_no_model(
     monkeypatch.setattr(local.LocalSwarm, "start", interrupt)
     with pytest.raises(SystemExit) as ended_by:
         local.main(["--peers", "2", "--state-dir", str(tmp_path / "swarm")])
-    assert ended_by.value.code == shared.INTERRUPTED
+    assert ended_by.value.code == ExitCode.INTERRUPTED
     assert capsys.readouterr().out.splitlines() == ["stopping", "stopped before any peer trained; nothing saved"]
     assert not (tmp_path / "swarm").exists()
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from decentral import __main__ as decentral_main
 from decentral.commands import export, local, peer, shared
 from decentral.commands.table import COMMANDS, module_of
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
@@ -311,7 +311,7 @@ def test_a_command_that_ctrl_c_ends_before_its_work_is_done_gives_no_success_and
 ) -> None:
     monkeypatch.setattr(module_of(name), "parse", lambda _: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(peer, "heed", lambda: None)
-    assert decentral_main.main([name]) == shared.INTERRUPTED
+    assert decentral_main.main([name]) == ExitCode.INTERRUPTED
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
@@ -325,7 +325,7 @@ def test_an_export_that_ctrl_c_ends_says_that_nothing_is_written(
 
     monkeypatch.setattr(asyncio, "run", interrupted)
     flags = ["--join", "/ip4/192.0.2.7/tcp/4001/p2p/QmViNS8YCd6cZzwyBLzHbkQVrWBD2AQpKcr1cceozqQ5RN", "--out", "out"]
-    assert export.main(flags) == shared.INTERRUPTED
+    assert export.main(flags) == ExitCode.INTERRUPTED
     assert capsys.readouterr() == ("", "interrupted; nothing written\n")
 
 

@@ -21,7 +21,7 @@ from decentral.comm.wire.transport import Answer, AskError
 from decentral.commands import shared
 from decentral.core import jobs
 from decentral.core.config import Config, ModelConfig
-from decentral.core.errors import UserError
+from decentral.core.errors import ExitCode, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import StepLine
 from decentral.core.journal.file import Journal
@@ -278,7 +278,7 @@ def test_a_signal_ends_a_peer_that_builds_its_model(
     folder = tmp_path / "peer"
     try:
         flags = StartFlags(config="default", state_dir=str(folder))
-        assert shared.run(lambda: asyncio.run(start_peer.start(flags, "cpu"))) == shared.INTERRUPTED
+        assert shared.run(lambda: asyncio.run(start_peer.start(flags, "cpu"))) == ExitCode.INTERRUPTED
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

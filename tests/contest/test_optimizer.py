@@ -6,6 +6,7 @@ from torch import nn
 
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
+from decentral.core.choices import OPTIMIZERS
 from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.inner import Inner
 from decentral.engine.step import Chain
@@ -14,7 +15,7 @@ from decentral.model import decoder
 SMALL = ["model.depth=2", "model.width=32", "model.context=16", "train.learning_rate=0.01"]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_three_steps_change_the_weights_as_our_optimizer_does(optimizer: str) -> None:
     run = config.load(None, [*SMALL, f"train.optimizer={optimizer}"])
     ours, theirs = decoder.build(run.model, 0), decoder.build(run.model, 0)

@@ -1,10 +1,12 @@
 """The keys of a config as data: each has a meaning, a number has a unit, and the range is what the validator checks."""
 
+import re
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
 
+from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, WIRES
 from decentral.core.config import Config
 from decentral.core.config_keys import Key, keys_of
 from decentral.core.config_values import Strict
@@ -46,6 +48,21 @@ def test_a_key_has_what_its_field_says() -> None:
 def test_a_key_of_the_config_has_a_meaning_and_where_it_is_a_number_a_unit(key: Key) -> None:
     assert key.meaning.endswith(".")
     assert bool(key.unit) == key.allowed.startswith(("integer", "number", "2 | 4"))
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("gossip.algorithm", ALGORITHMS),
+        ("train.optimizer", OPTIMIZERS),
+        ("routes.wire", WIRES),
+        ("data.kind", DATA_KINDS),
+    ],
+)
+def test_the_meaning_of_a_key_names_all_its_choices(path: str, names: dict[str, object]) -> None:
+    (meaning,) = [key.meaning for key in KEYS if key.path == path]
+    lacking = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", meaning)]
+    assert not lacking, f"add each to the docstring of {path} in core/config.py"
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)

@@ -1,4 +1,4 @@
-"""Run all checks in the order in which they depend on each other: machine, disk, network, swarm, running peer."""
+"""Run all checks in the order in which they depend on each other: computer, disk, network, swarm, running peer."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import Holding
 from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
-from decentral.commands.checks import disk, machine, network, running_peer, swarm
+from decentral.commands.checks import computer, disk, network, running_peer, swarm
 from decentral.commands.checks.finding import Finding, FindingState, unknown, warn, wrong
 from decentral.commands.checks.swarm import Visit
 from decentral.core.errors import UserError
@@ -130,7 +130,7 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
         UserError: If an address of --join is not valid, or the state folder cannot be read.
     """
     place = PeerPlace.of(flags)
-    for finding in _machine_and_disk(flags, place):
+    for finding in _computer_and_disk(flags, place):
         yield finding
     swarm_clock = SwarmClock()
     async for finding in _from_here(place, swarm_clock):
@@ -140,9 +140,9 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
             yield finding
 
 
-def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[Finding]:
-    yield machine.open_files()
-    yield machine.compute_device(place.device)
+def _computer_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[Finding]:
+    yield computer.open_files()
+    yield computer.compute_device(place.device)
     yield from disk.checks(Path(flags.state_dir or "."), place.folder is not None)
     path = _invitation_path(flags.invite, place.folder)
     if path is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decentral.commands.estimates import places
 from decentral.commands.estimates.cards import card
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
-from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
+from decentral.commands.estimates.peer_devices import MEASURED_UTILISATION, PeerDevice, devices_of, with_micro_batch
 from decentral.commands.estimates.places import MBIT, PeerGroup
 from decentral.commands.estimates.playing import PLAYED_S
 from decentral.core.config import Config
@@ -21,23 +21,23 @@ WHOLE_MODEL = "whole model"
 
 @dataclass(frozen=True, slots=True)
 class EstimatedSwarm:
-    """A run, the machines of its peers, and their links."""
+    """A run, the devices of its peers, and their links."""
 
     run: Config  # with a number as `train.micro_batch`
-    machines: list[Machine]  # the machine of each group of peers
-    each: list[Machine]  # the machine of each peer
+    devices: list[PeerDevice]  # the device of each group of peers
+    each: list[PeerDevice]  # the device of each peer
     topology: Topology | None  # None: one peer alone
 
 
 def swarm_of(run: Config, groups: Sequence[PeerGroup], own_flops: float | None = None) -> EstimatedSwarm:
-    """Return a run on these peers; `own_flops` as for `machines_of`. Raise UserError if a device is unknown."""
+    """Return a run on these peers; `own_flops` as for `devices_of`. Raise UserError if a device is unknown."""
     run = with_micro_batch(run, groups)
-    machines = machines_of(run, groups, own_flops)
-    each = [one for one, group in zip(machines, groups, strict=True) for _ in range(group.count)]
+    devices = devices_of(run, groups, own_flops)
+    each = [one for one, group in zip(devices, groups, strict=True) for _ in range(group.count)]
     topology = None
     if len(each) > 1:
-        topology = places.topology_of(groups, [one.memory_bytes / 1e9 for one in machines], [1.0] * len(groups))
-    return EstimatedSwarm(run, machines, each, topology)
+        topology = places.topology_of(groups, [one.memory_bytes / 1e9 for one in devices], [1.0] * len(groups))
+    return EstimatedSwarm(run, devices, each, topology)
 
 
 def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonObject:
@@ -52,7 +52,7 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
         UserError: If a device is unknown, or the peers cannot hold the model.
     """
     swarm = swarm_of(run, groups)
-    run, machines = swarm.run, swarm.machines
+    run, devices = swarm.run, swarm.devices
     found = forecast(run, swarm.topology, swarm.each, seconds)
     ends = [sum(group.count for group in groups[: number + 1]) for number in range(len(groups))]
     members = [list(range(end - group.count, end)) for group, end in zip(groups, ends, strict=True)]
@@ -62,8 +62,8 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
         for group in groups
     }  # fmt: skip
     kinds = [
-        _kind(run, group, machine, found, peers, [] if group.place.is_apart else by_place[group.place])
-        for group, machine, peers in zip(groups, machines, members, strict=True)
+        _kind(run, group, device, found, peers, [] if group.place.is_apart else by_place[group.place])
+        for group, device, peers in zip(groups, devices, members, strict=True)
     ]
     return {
         "model": _model(run),
@@ -89,7 +89,7 @@ def _model(run: Config) -> str:
 def _kind(
     run: Config,
     group: PeerGroup,
-    machine: Machine,
+    device: PeerDevice,
     found: Forecast,
     peers: Sequence[int],
     neighbours: Collection[int],
@@ -106,10 +106,10 @@ def _kind(
     return {
         "peers": group.text,
         "count": group.count,
-        "memory_bytes": round(machine.memory_bytes),
-        "whole_model_bytes": machine.whole_bytes,
-        "holds": _holds(run, machine, [found.spans[peer] for peer in peers]),
-        "tokens_per_s": float(f"{machine.tokens_per_s:.4g}"),
+        "memory_bytes": round(device.memory_bytes),
+        "whole_model_bytes": device.whole_bytes,
+        "holds": _holds(run, device, [found.spans[peer] for peer in peers]),
+        "tokens_per_s": float(f"{device.tokens_per_s:.4g}"),
         "sent_bytes_per_hour": sent.times(HOUR_S / group.count).to_json(),
         "leaving_bytes_per_hour": leaving.times(HOUR_S / group.count).to_json(),
         "received_bytes_per_hour": received.times(HOUR_S / group.count).to_json(),
@@ -118,10 +118,10 @@ def _kind(
     }
 
 
-def _holds(run: Config, machine: Machine, spans: Sequence[tuple[int, int]]) -> str:
+def _holds(run: Config, device: PeerDevice, spans: Sequence[tuple[int, int]]) -> str:
     """Return what the peers of a group hold in the plan, and what one of them could hold, as text for people."""
     planned = held(run, spans)
-    return planned if planned == WHOLE_MODEL else f"{planned}; room for {held_share(machine):.0%} of the parameters"
+    return planned if planned == WHOLE_MODEL else f"{planned}; room for {held_share(device):.0%} of the parameters"
 
 
 def held(run: Config, spans: Sequence[tuple[int, int]]) -> str:

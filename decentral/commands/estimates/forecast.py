@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from decentral.commands.estimates.figures import Figure
-from decentral.commands.estimates.machines import Machine
+from decentral.commands.estimates.peer_devices import PeerDevice
 from decentral.commands.estimates.playing import MOST_PLAYED, Rates, play
 from decentral.commands.estimates.traffic import PredictedGossip, traffic, within_links
 from decentral.core.config import Config
@@ -96,7 +96,7 @@ class Outlook:
 def outlook(
     run: Config,
     topology: Topology | None,
-    machines: Sequence[Machine],
+    devices: Sequence[PeerDevice],
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outlook:
@@ -105,37 +105,37 @@ def outlook(
     Args:
         run: As for `forecast`, like the next two.
         topology: The peers and their links.
-        machines: Each peer's machine.
+        devices: Each peer's device.
         seconds: Limit of the search for a plan, if not every peer can hold the whole model.
         clock: Time in seconds, which ends a search that is much slower than on a quiet core (search_budget.py).
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    if all(one.whole_bytes <= one.memory_bytes for one in machines):
+    if all(one.whole_bytes <= one.memory_bytes for one in devices):
         speed = Figure(
-            TRAINING_SHARE * sum(one.tokens_per_s for one in machines),
-            sum(one.low * one.tokens_per_s for one in machines),
-            sum(one.high * one.tokens_per_s for one in machines),
+            TRAINING_SHARE * sum(one.tokens_per_s for one in devices),
+            sum(one.low * one.tokens_per_s for one in devices),
+            sum(one.high * one.tokens_per_s for one in devices),
         )
         limit = "compute: each peer holds the whole model, and training waits for no link"
-        return Outlook(speed, ((0, run.model.depth + 2),) * len(machines), limit, None)
+        return Outlook(speed, ((0, run.model.depth + 2),) * len(devices), limit, None)
     if topology is None:
-        needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
+        needs, has = devices[0].whole_bytes / 1e9, devices[0].memory_bytes / 1e9
         raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
-    topology = _with_costs(topology, machines)
+    topology = _with_costs(topology, devices)
     plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=clock))
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
     promised = plan.throughput["estimated"]
     low, high = ROUTED_SHARES
-    speed = _of_devices(Figure(ROUTED_SHARE * promised, low * promised, high * promised), machines)
+    speed = _of_devices(Figure(ROUTED_SHARE * promised, low * promised, high * promised), devices)
     return Outlook(speed, spans, _limit(plan, topology, run), plan)
 
 
 def forecast(
     run: Config,
     topology: Topology | None,
-    machines: Sequence[Machine],
+    devices: Sequence[PeerDevice],
     seconds: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Forecast:
@@ -144,48 +144,48 @@ def forecast(
     Args:
         run: The run's config, with a built-in model, gossip by pull, and a number as `train.micro_batch`.
         topology: The peers and their links; None: one peer alone.
-        machines: Each peer's machine, in the topology's order.
+        devices: Each peer's device, in the topology's order.
         seconds: Limit of the search for a plan and of the simulation.
         clock: As for `outlook`.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    first = outlook(run, topology, machines, PLANNING_SHARE * seconds, clock)
+    first = outlook(run, topology, devices, PLANNING_SHARE * seconds, clock)
     speed, spans, plan = first.tokens_per_s, first.spans, first.plan
     if topology is None:
         nothing_NN = np.zeros((1, 1))
         alone = PairTraffic(nothing_NN, nothing_NN, nothing_NN)
         return Forecast(speed, spans, alone, ((0.0, ""),), first.limit)
     if plan is None:
-        _, pairs, windows = _played(run, topology, machines, spans, None, SearchBudget(seconds, clock=clock))
+        _, pairs, windows = _played(run, topology, devices, spans, None, SearchBudget(seconds, clock=clock))
         return Forecast(speed, spans, pairs, windows, first.limit)
-    topology = _with_costs(topology, machines)
+    topology = _with_costs(topology, devices)
     budget = SearchBudget((1 - PLANNING_SHARE) * seconds, clock=clock)
-    rates, pairs, windows = _played(run, topology, machines, spans, plan, budget)
+    rates, pairs, windows = _played(run, topology, devices, spans, plan, budget)
     promised = plan.throughput["tokens_per_s"]
     if rates is None:
         pairs = pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE)
     else:
         played = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
-        speed = _of_devices(played, machines)
+        speed = _of_devices(played, devices)
     return Forecast(speed, spans, pairs, windows, first.limit)
 
 
-def _with_costs(topology: Topology, machines: Sequence[Machine]) -> Topology:
-    return replace(topology, costs=tuple(one.costs for one in machines))
+def _with_costs(topology: Topology, devices: Sequence[PeerDevice]) -> Topology:
+    return replace(topology, costs=tuple(one.costs for one in devices))
 
 
-def _of_devices(speed: Figure, machines: Sequence[Machine]) -> Figure:
+def _of_devices(speed: Figure, devices: Sequence[PeerDevice]) -> Figure:
     """Return a swarm's speed with its range extended by the range of the devices' speeds."""
-    low, high = min(one.low for one in machines), max(one.high for one in machines)
+    low, high = min(one.low for one in devices), max(one.high for one in devices)
     return Figure(speed.mid, speed.low * low, speed.high * high)
 
 
 def _played(
     run: Config,
     topology: Topology,
-    machines: Sequence[Machine],
+    devices: Sequence[PeerDevice],
     spans: tuple[tuple[int, int], ...],
     plan: ThroughputPlan | None,
     budget: SearchBudget,
@@ -196,14 +196,14 @@ def _played(
     does not limit gossip by processors. So it gets windows that are at least as long as the upper median of the lengths
     that the peers' processors need.
     """
-    gossip = _gossip(run, topology, machines, spans)
+    gossip = _gossip(run, topology, devices, spans)
     if len(topology) > MOST_PLAYED:
         windows = tuple(zip(gossip.period_s.tolist(), gossip.bound, strict=True))
-        return None, _predicted(run, topology, machines, spans, gossip), windows
+        return None, _predicted(run, topology, devices, spans, gossip), windows
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
-    rates = play(run, topology, machines, plan, least_s, budget)
+    rates = play(run, topology, devices, plan, least_s, budget)
     by_cores = least_s > run.gossip.window_s
-    cases = [gossip, *_eased(run, topology, machines, spans)]
+    cases = [gossip, *_eased(run, topology, devices, spans)]
     pairs = between_codes(between_windows(rates, run.gossip.window_s, gossip.cycle_s), cases).within(topology)
     return rates, pairs, tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
 
@@ -258,33 +258,33 @@ def _by_routes(plan: ThroughputPlan, topology: Topology, run: Config, tokens_per
 
 
 def _gossip(
-    run: Config, topology: Topology, machines: Sequence[Machine], spans: Sequence[tuple[int, int]], ease: float = 1.0
+    run: Config, topology: Topology, devices: Sequence[PeerDevice], spans: Sequence[tuple[int, int]], ease: float = 1.0
 ) -> PredictedGossip:
-    return traffic(topology, run.gossip, machines[0].needs.fragments, spans, [one.gossiper for one in machines], ease)
+    return traffic(topology, run.gossip, devices[0].needs.fragments, spans, [one.gossiper for one in devices], ease)
 
 
 def _eased(
-    run: Config, topology: Topology, machines: Sequence[Machine], spans: Sequence[tuple[int, int]]
+    run: Config, topology: Topology, devices: Sequence[PeerDevice], spans: Sequence[tuple[int, int]]
 ) -> list[PredictedGossip]:
     """Return the gossip of peers whose links and cores are slower, and faster, than assumed (EASE)."""
-    return [_gossip(run, topology, machines, spans, ease) for ease in EASE]
+    return [_gossip(run, topology, devices, spans, ease) for ease in EASE]
 
 
 def _predicted(
     run: Config,
     topology: Topology,
-    machines: Sequence[Machine],
+    devices: Sequence[PeerDevice],
     spans: Sequence[tuple[int, int]],
     gossip: PredictedGossip,
 ) -> PairTraffic:
     """Return the traffic of gossip by formulas, for a swarm that is too large to simulate."""
-    cases = [one.sent_NN for one in (gossip, *_eased(run, topology, machines, spans))]
+    cases = [one.sent_NN for one in (gossip, *_eased(run, topology, devices, spans))]
     low_NN, high_NN = np.minimum.reduce(cases) / BYTES_RANGE, np.maximum.reduce(cases) * BYTES_RANGE
     return PairTraffic(gossip.sent_NN, low_NN, high_NN)
 
 
-def held_share(machine: Machine) -> float:
-    """Return the largest share of the model's parameters, 0 to 1, that fits into a machine's memory in one span."""
-    cuts, widest = machine.needs.fragments, widest_span(machine.needs, int(machine.memory_bytes))
+def held_share(device: PeerDevice) -> float:
+    """Return the largest share of the model's parameters, 0 to 1, that fits into a device's memory in one span."""
+    cuts, widest = device.needs.fragments, widest_span(device.needs, int(device.memory_bytes))
     total = sum(cut.parameters for cut in cuts)
     return max(sum(cut.parameters for cut in cuts[begin : widest(begin)]) for begin in range(len(cuts))) / total

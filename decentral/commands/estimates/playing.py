@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from decentral.commands.estimates.machines import Machine, step_tokens
+from decentral.commands.estimates.peer_devices import PeerDevice, step_tokens
 from decentral.core.config import Config
 from decentral.core.ids import PeerId
 from decentral.core.journal.events import StatusLine, StepLine
@@ -134,7 +134,7 @@ class PlayedSwarm:
 def play(
     run_config: Config,
     topology: Topology,
-    machines: Sequence[Machine],
+    devices: Sequence[PeerDevice],
     plan: ThroughputPlan | None,
     window_s: Seconds,
     budget: SearchBudget,
@@ -144,7 +144,7 @@ def play(
     Args:
         run_config: The run's config.
         topology: The peers and their links.
-        machines: Each peer's machine.
+        devices: Each peer's device.
         plan: The peers' layers and routes; None: each peer holds the whole model.
         window_s: Length of the shortest gossip window, which replaces that of the config; it is longer if the peers'
             processors need longer windows.
@@ -153,7 +153,7 @@ def play(
     Raises:
         UserError: If the plan cuts the model within a fragment.
     """
-    scenario = scenario_of(run_config, topology, machines, plan, window_s, PLAYED_S, 0)
+    scenario = scenario_of(run_config, topology, devices, plan, window_s, PLAYED_S, 0)
     rates = simulate_within(scenario, budget, LEAST_SAMPLES)
     assert rates is not None
     return rates if plan is None else rates.among(topology.ids, list(plan.spans))
@@ -182,19 +182,19 @@ def simulate_within(scenario: Scenario, budget: SearchBudget, least_samples: int
 def scenario_of(
     run_config: Config,
     topology: Topology,
-    machines: Sequence[Machine],
+    devices: Sequence[PeerDevice],
     plan: ThroughputPlan | None,
     window_s: Seconds,
     seconds: Seconds,
     seed: int,
 ) -> Scenario:
-    """Return the simulated run in which these machines train, as `play` describes, for so many virtual seconds."""
+    """Return the simulated run in which these devices train, as `play` describes, for so many virtual seconds."""
     gossip = run_config.gossip.model_copy(update={"start_steps": 0, "window_s": window_s})
     settled = run_config.model_copy(update={"gossip": gossip})
     if plan is not None:
         return planned.scenario_of(plan, topology, settled, seconds, seed, STEP_NOISE_SHARE)
     tokens = step_tokens(run_config)
-    steps_s = [tokens / one.tokens_per_s for one in machines]
+    steps_s = [tokens / one.tokens_per_s for one in devices]
     settings = SwarmSettings.of(settled, Pace(1.0, STEP_NOISE_SHARE, report_s=1.0), steps_s, tokens)
     settings = replace(settings, saved=True, unquantised=True)
     return Scenario(settings, len(topology), seconds, seed, topology=topology, audited=False)

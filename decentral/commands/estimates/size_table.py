@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decentral.commands.estimates import sizes
 from decentral.commands.estimates.estimating import held, swarm_of
 from decentral.commands.estimates.forecast import outlook
-from decentral.commands.estimates.machines import flops_here, peers_here
+from decentral.commands.estimates.peer_devices import flops_here, peers_here
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core.config import Config
 from decentral.core.errors import UserError

@@ -375,8 +375,8 @@ TrainingLine = StepLine | EvalLine | CheckpointLine | UploadLine | ExchangeLine 
 RouteLine = CountedLine | UncountedLine | AppliedLine | AuditLine | AbandonedLine | UnheldLine | HeldLine
 SpanLine = PlanLine | MoveLine | CopyLine
 NetworkLine = TrafficLine | StatusLine | AddressesLine | PeerJoinedLine | PeerLeftLine | GoodbyeLine | RefusedLine
-MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine | HookLine | StatementLine
-JournalEvent = LifeLine | TrainingLine | RouteLine | SpanLine | NetworkLine | MachineLine
+HostLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine | HookLine | StatementLine
+JournalEvent = LifeLine | TrainingLine | RouteLine | SpanLine | NetworkLine | HostLine
 """The content of any line of a journal."""
 
 

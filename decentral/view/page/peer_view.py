@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from decentral.core.journal.events import CheckpointLine, JournalEvent, PeerFacts, StartedLine, StepLine
@@ -19,8 +20,20 @@ LOSS_SHARE = 0.1  # weight of a new loss in its exponential moving average
 REASONS_SHOWN = 4  # a peer's row shows at most this many reasons of exchanges that failed or had no partner
 BOUND_CHARS = 32
 NOT_BOUND = "nothing"
-LIVE = ("joining", "training")  # a peer in one of these states is in the swarm
-LOST = ("silent", "ended")  # a peer in one of these states is gone without a goodbye
+
+
+class PageState(StrEnum):
+    """What the live page says that a peer does. `map.js` and `style.css` have the states' colours."""
+
+    JOINING = "joining"
+    TRAINING = "training"
+    LEFT = "left"  # with a goodbye message
+    SILENT = "silent"  # others do not reach the peer
+    ENDED = "ended"  # the process ended without a goodbye message
+
+
+LIVE = (PageState.JOINING, PageState.TRAINING)  # a peer in one of these states is in the swarm
+LOST = (PageState.SILENT, PageState.ENDED)  # a peer in one of these states is gone without a goodbye
 ROW = (  # browsers get a peer as a list of these values
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
@@ -157,7 +170,7 @@ class PeerView:
 
     number: int
     peer: str
-    state: str = "joining"  # joining, training, left, silent, or ended (the process ended without a goodbye message)
+    state: PageState = PageState.JOINING
     why: str = ""
     since: Seconds = 0.0
     heard: Seconds = 0.0  # time of the last line of the peer's journal, or of its last record
@@ -184,7 +197,7 @@ class PeerView:
         """Name of the timeline's series of this peer's loss."""
         return f"loss {self.number}"
 
-    def become(self, state: str, t: Seconds, why: str = "") -> bool:
+    def become(self, state: PageState, t: Seconds, why: str = "") -> bool:
         """Set the state and its reason; return whether the state has changed."""
         changed = state != self.state
         if changed:
@@ -205,7 +218,7 @@ class PeerView:
         self.goal.take(t, event)
         match event:
             case StartedLine():
-                self.become("joining", t)
+                self.become(PageState.JOINING, t)
                 self.progress.started()
             case StepLine():
                 self._read_steps(t, event)
@@ -225,8 +238,8 @@ class PeerView:
         self.doubted, self.why = max(t, self.doubted), plain_text(why)
 
     def _read_steps(self, t: Seconds, line: StepLine) -> None:
-        if self.state != "training":
-            self.become("training", t)
+        if self.state is not PageState.TRAINING:
+            self.become(PageState.TRAINING, t)
         elif self.heard:
             self.gap_s = max(t - self.heard, 0.9 * self.gap_s)
         self.progress.add_steps(line, t - self.heard)
@@ -260,7 +273,11 @@ class PeerView:
 
 def gone_words(view: PeerView) -> str:
     """Return words for the state of a peer that left, is silent or has ended, such as "is silent (deadline)"."""
-    words = {"left": "left", "silent": f"is silent ({view.why})", "ended": f"has ended ({view.why})"}
+    words = {
+        PageState.LEFT: "left",
+        PageState.SILENT: f"is silent ({view.why})",
+        PageState.ENDED: f"has ended ({view.why})",
+    }
     return words[view.state]
 
 

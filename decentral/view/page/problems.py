@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decentral.core.journal.events import BAD, WARNING
 from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
-from decentral.view.page.peer_view import PeerView
+from decentral.view.page.peer_view import PageState, PeerView
 
 TROUBLED_S = 120.0  # a serious event is shown as a problem for this time
 EXCHANGES_SEEN = 300  # the share of failures is computed over this many recent exchanges
@@ -74,7 +74,7 @@ class RecentTroubles:
         """Return the reports of layers that no peer holds, except reports of layers that training peers now hold."""
         if not self._unheld:
             return []
-        spans = {(peer.device.first, peer.device.last) for peer in known if peer.state == "training"}
+        spans = {(peer.device.first, peer.device.last) for peer in known if peer.state is PageState.TRAINING}
         held = {layer for first, last in spans for layer in range(first, last)}
         return [(BAD, -1, words) for layers, words in self._unheld.values() if not held.issuperset(layers)]
 
@@ -91,7 +91,7 @@ class RecentTroubles:
 
 def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
     """Return a problem for each peer that has trained for too long without an exchange, though other peers train."""
-    training = [peer for peer in peers if peer.state == "training"]
+    training = [peer for peer in peers if peer.state is PageState.TRAINING]
     waited = [one for one in training if now > one.since + max(ALONE_S, ALONE_WINDOWS * one.network.window_s)]
     own = [peer for peer in waited if peer.own]
     beside = (peer for peer in own if any(_share_layers(peer, other) for other in training if other is not peer))
@@ -121,7 +121,7 @@ def _idle(peers: Iterable[PeerView], run: RunKind) -> list[Problem]:
     found = []
     for peer in peers:
         spent = peer.work.spent
-        if peer.state != "training" or spent.total <= ALONE_S:
+        if peer.state is not PageState.TRAINING or spent.total <= ALONE_S:
             continue
         designed = {"waiting"} if _waits_by_design(peer, run) else set()
         shares = spent.shares()

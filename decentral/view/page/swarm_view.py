@@ -26,7 +26,7 @@ from decentral.peers.membership.records import PeerPhase
 from decentral.view.page.goal import amount_of, goal_json, towards_time
 from decentral.view.page.leaders import LEADER_ROW, Leaders
 from decentral.view.page.link_view import LINK_ROW, LinkTable
-from decentral.view.page.peer_view import LIVE, LOST, ROW, PeerView, gone_words
+from decentral.view.page.peer_view import LIVE, LOST, ROW, PageState, PeerView, gone_words
 from decentral.view.page.problems import Problem, RecentTroubles, RunKind
 from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine
 from decentral.view.page.timeline import Timeline
@@ -175,7 +175,7 @@ class SwarmView:
         since = self.facts.get("since")
         if goal is not None and goal.kind == "s" and isinstance(since, int | float):
             return goal_json(str(goal), [towards_time(goal.value, since, self.now)])
-        training = [view.goal for view in self.peers.values() if view.state == "training"]
+        training = [view.goal for view in self.peers.values() if view.state is PageState.TRAINING]
         known = [(str(one.goal), towards) for one in training if (towards := one.towards(self.now)) is not None]
         return goal_json(known[0][0] if known else "", [towards for _, towards in known])
 
@@ -190,7 +190,7 @@ class SwarmView:
         self._changed[view.number] = view
         match event:
             case journal.JoinedLine():
-                view.become("training", t)
+                view.become(PageState.TRAINING, t)
             case journal.StepLine():
                 if not was_live:
                     self.events.add(t, view.number, journal.GOOD, "is back")
@@ -219,7 +219,7 @@ class SwarmView:
             case journal.StatementLine():
                 self.leaders.read(event)
             case journal.StoppedLine():
-                view.become("left", t, event.reason)
+                view.become(PageState.LEFT, t, event.reason)
         if isinstance(event, journal.HeldLine | journal.StartedLine | journal.StoppedLine):
             self.troubles.held(view.number)
         if event is not None and (found := journal.told(event)) is not None:
@@ -264,7 +264,7 @@ class SwarmView:
         view.device.called(line.name)
         view.hear(t)
         self._changed[view.number] = view
-        if view.become("training", t):
+        if view.become(PageState.TRAINING, t):
             self.events.add(t, view.number, journal.GOOD, "joined")
 
     def _recorded(self, t: Seconds, line: RecordLine) -> None:
@@ -282,7 +282,7 @@ class SwarmView:
         links = (MeasuredLink(end, rate, latency_ms / 1e3) for end, rate, latency_ms in record.standing.links)
         for partner in self._measured(view, links):
             self.links.exchanged(view.number, partner.number, t, "")
-        if view.become("training" if record.phase is PeerPhase.TRAINING else "joining", t):
+        if view.become(PageState.TRAINING if record.phase is PeerPhase.TRAINING else PageState.JOINING, t):
             self.events.add(t, view.number, journal.GOOD, "is present")
 
     def _missed(self, t: Seconds, peer: str, why: str, certain: bool = False) -> None:
@@ -292,30 +292,30 @@ class SwarmView:
         only stored, and `_look_after` decides whether the peer is silent. A goodbye turns "silent" into "left".
         """
         view = self.peers.get(peer)
-        if view is None or not (view.live or (view.state == "silent" and why == "left")):
+        if view is None or not (view.live or (view.state is PageState.SILENT and why == "left")):
             return
         if certain:
-            self._gone(view, t, "ended", why)
+            self._gone(view, t, PageState.ENDED, why)
         elif view.own:
             view.doubt(t, why)
         else:
-            self._gone(view, t, "left" if why == "left" else "silent", why)
+            self._gone(view, t, PageState.LEFT if why == "left" else PageState.SILENT, why)
 
     def _look_after(self, view: PeerView) -> None:
         """Mark a training peer as silent if the page reads its journal and the journal has had no line for too long."""
-        if not view.own or view.state != "training":
+        if not view.own or view.state is not PageState.TRAINING:
             return
         quiet_s = self.now - view.heard
         if view.doubted > view.heard and quiet_s > MISSED_S:
-            self._gone(view, self.now, "silent", f"{view.why}, says another peer")
+            self._gone(view, self.now, PageState.SILENT, f"{view.why}, says another peer")
         elif quiet_s > max(UNWRITTEN_S, SILENT_GAPS * view.gap_s):
-            self._gone(view, self.now, "silent", f"no line in its journal for {duration(quiet_s)}")
+            self._gone(view, self.now, PageState.SILENT, f"no line in its journal for {duration(quiet_s)}")
 
-    def _gone(self, view: PeerView, t: Seconds, state: str, why: str) -> None:
+    def _gone(self, view: PeerView, t: Seconds, state: PageState, why: str) -> None:
         if view.become(state, t, why):
             self.troubles.held(view.number)
             self._changed[view.number] = view
-            self.events.add(t, view.number, journal.PLAIN if state == "left" else journal.BAD, gone_words(view))
+            self.events.add(t, view.number, journal.PLAIN if state is PageState.LEFT else journal.BAD, gone_words(view))
 
     def _view(self, peer: str, t: Seconds) -> PeerView | None:
         """Return the view of the peer with this id; create it if needed. None for "", or if PEERS_SHOWN is reached."""

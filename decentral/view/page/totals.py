@@ -9,7 +9,7 @@ from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
-from decentral.view.page.peer_view import REASONS_SHOWN, PeerView
+from decentral.view.page.peer_view import REASONS_SHOWN, PageState, PeerView
 
 TOTAL_SERIES = {"tokens", "step", "live"}  # names of series whose timeline buckets contain the last value, not the mean
 TREND_S = 60.0  # `Totals.trend` is the change of the median loss over this time
@@ -66,7 +66,7 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
     """
     known = list(peers)
     live = [view for view in known if view.live]
-    training = [view for view in live if view.state == "training"]
+    training = [view for view in live if view.state is PageState.TRAINING]
     judged = training or known  # once no peer trains, the last values of all peers are shown
     losses = sorted(view.progress.loss for view in judged if view.progress.loss is not None)
     known_losses = [view.progress for view in judged if view.progress.held_out is not None]

@@ -5,7 +5,7 @@ import pytest
 
 from decentral.commands.estimates.estimating import held
 from decentral.commands.estimates.forecast import BYTES_RANGE, between_codes, between_windows
-from decentral.commands.estimates.machines import with_micro_batch
+from decentral.commands.estimates.peer_devices import with_micro_batch
 from decentral.commands.estimates.places import MBIT, groups_of, topology_of
 from decentral.commands.estimates.playing import Rates
 from decentral.commands.estimates.sizes import with_shape

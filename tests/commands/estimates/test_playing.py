@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from decentral.commands.estimates import playing
-from decentral.commands.estimates.machines import machines_of
+from decentral.commands.estimates.peer_devices import devices_of
 from decentral.commands.estimates.places import groups_of, topology_of
 from decentral.commands.estimates.playing import (
     EVENT_S,
@@ -59,7 +59,7 @@ def test_time_in_which_pipelines_fill_does_not_count() -> None:
 def test_a_swarm_is_played_for_as_many_events_however_slowly_the_clock_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(playing, "PLAYED_S", 240.0)  # so that samples are near each other
     run, groups = config.load(None, LARGE), groups_of("2xT4 home:50/500")
-    kinds = machines_of(run, groups)
+    kinds = devices_of(run, groups)
     where = topology_of(groups, [kinds[0].memory_bytes / 1e9], [1.0])
     budget_s = RESERVE * (EVENT_S + RATE_S) * 2_000
     slow = itertools.count(0.0, 1e-6)

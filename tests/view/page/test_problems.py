@@ -2,11 +2,11 @@
 
 from decentral.core.journal.events import BAD, PLAIN, WARNING
 from decentral.core.time_spent import TimeSpent
-from decentral.view.page.peer_view import PeerView
+from decentral.view.page.peer_view import PageState, PeerView
 from decentral.view.page.problems import PROBLEMS_SHOWN, RecentTroubles, RunKind
 
 
-def peer(number: int, state: str = "training", since: float = 0.0) -> PeerView:
+def peer(number: int, state: PageState = PageState.TRAINING, since: float = 0.0) -> PeerView:
     return PeerView(number, f"peer{number}", state, since=since, own=True)
 
 
@@ -74,7 +74,7 @@ def test_layers_without_a_holder_are_a_problem_while_the_table_shows_none() -> N
     assert troubles.problems(lacking, now=1000.0) == [(BAD, -1, "no peer that trains holds layers 4 to 5")]
     assert troubles.problems([*lacking, holding(2, 3, 5)], now=1000.0) == []
     joining = holding(2, 3, 5)
-    joining.state = "joining"
+    joining.state = PageState.JOINING
     assert len(troubles.problems([*lacking, joining], now=1000.0)) == 1
     troubles.held(0)
     assert troubles.problems(lacking, now=1000.0) == []

@@ -13,7 +13,7 @@ from decentral.core.journal.lines import Recorded
 from decentral.core.plain_text import SHOWN_CHARS
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile, Standing
 from decentral.view.page import link_view, swarm_view
-from decentral.view.page.peer_view import ROW
+from decentral.view.page.peer_view import ROW, PageState
 from decentral.view.page.source_lines import PAGE_LINES, RecordLine
 from decentral.view.page.swarm_view import SwarmView
 
@@ -75,7 +75,7 @@ def test_a_row_says_what_the_journal_said(told: Told) -> None:
 def test_a_browser_learns_which_states_count_as_live(told: Told) -> None:
     told.training(A)
     told.line(A, 3.0, "stopped", reason="signal")
-    for state in ("joining", "training", "left", "silent", "ended"):
+    for state in PageState:
         told.view.peers[A].state = state
         assert (state in told.view.snapshot()["live_states"]) is told.view.peers[A].live
 

@@ -1,4 +1,4 @@
-"""Check this machine: Python, packages, the device, open files.
+"""Check this computer: Python, packages, the device, open files.
 
 This file imports neither torch nor hivemind at its top, so that a missing package is a finding instead of a traceback.
 """

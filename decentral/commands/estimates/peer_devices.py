@@ -1,4 +1,4 @@
-"""Predict how fast devices train a run's model, from published peaks or by measuring. Start at `machines_of`."""
+"""Predict how fast devices train a run's model, from published peaks or by measuring. Start at `devices_of`."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ CARD = Device(torch.device("cuda"), torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class PeerDevice:
     """One peer's device, and what the run's model costs it."""
 
     memory_bytes: float
@@ -52,8 +52,8 @@ class Machine:
         return _whole_bytes(self.needs)
 
 
-def machines_of(run: Config, groups: Sequence[PeerGroup], own_flops: float | None = None) -> list[Machine]:
-    """Return each group's machine, from a card's published speed or, for `cpu`, from a measurement on this machine.
+def devices_of(run: Config, groups: Sequence[PeerGroup], own_flops: float | None = None) -> list[PeerDevice]:
+    """Return each group's device, from a card's published speed or, for `cpu`, from a measurement on this machine.
 
     Args:
         run: The run's config, with a number as `train.micro_batch`.
@@ -116,8 +116,8 @@ def step_tokens(run: Config) -> int:
     return int(run.train.micro_batch) * run.train.accumulate * run.model.context
 
 
-def _published(run: Config, found: Card) -> Machine:
-    """Return the machine of a card whose step reaches UTILISATION of the published peak."""
+def _published(run: Config, found: Card) -> PeerDevice:
+    """Return the device: a card whose step reaches UTILISATION of the published peak."""
     flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
     flops[1] += _optimizer_flops(run) / step_tokens(run)
     seconds = [one / (UTILISATION * found.flops) for one in flops]
@@ -125,11 +125,11 @@ def _published(run: Config, found: Card) -> Machine:
     low, high = (one / UTILISATION for one in MEASURED_UTILISATION)
     gossiper = Gossiper(step_tokens(run) / tokens_per_s, HOST_CORES, HOST_CORES - 1)
     low *= 1.0 if found.bf16 else WITHOUT_BF16
-    return Machine(found.memory_bytes, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
+    return PeerDevice(found.memory_bytes, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
 
 
-def _measured(run: Config, peers: int, own_flops: float | None) -> Machine:
-    """Return this machine, shared by `peers` peers that train on its processor; `own_flops` as for `machines_of`."""
+def _measured(run: Config, peers: int, own_flops: float | None) -> PeerDevice:
+    """Return this machine's processor, shared by `peers` peers that train on it; `own_flops` as for `devices_of`."""
     speed = OwnSpeed(_flops_of_step(run) / own_flops, NUMBER_S) if own_flops else own_speed(run, peers)
     tokens_per_s, cores = step_tokens(run) / speed.step_s, os.cpu_count() or 1
     flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
@@ -137,7 +137,7 @@ def _measured(run: Config, peers: int, own_flops: float | None) -> Machine:
     needs, busy = memory.needs(run), min(1.0, cores / peers)
     gossiper = Gossiper(speed.step_s, busy, max(0.0, cores - peers), speed.number_s / NUMBER_S)
     low, high = FLOPS_HERE if own_flops else MEASURED_HERE
-    return Machine(machine_bytes() / peers, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
+    return PeerDevice(machine_bytes() / peers, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
 
 
 def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCosts:
