@@ -9,6 +9,7 @@ from decentral.commands.estimates.forecast import Forecast, forecast, held_share
 from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
 from decentral.commands.estimates.places import MBIT, PeerGroup
 from decentral.commands.estimates.playing import PLAYED_S
+from decentral.commands.estimates.sizes import WHOLE_MODEL
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_bytes, readable_number
@@ -16,7 +17,6 @@ from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, UTILISATIO
 from decentral.scheduler.topology.topology import Topology
 
 HOUR_S = 3600.0
-WHOLE_MODEL = "whole model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,11 @@ def _model(run: Config) -> str:
     model = run.model
     size = f"{readable_number(sum(model.layer_parameters))} parameters"
     shape = f"depth {model.depth}, width {model.d_model}, vocabulary {model.vocabulary}, context {model.context}"
-    return f"{size}: {shape}; {run.train.micro_batch} sequences a micro-batch, {run.train.optimizer}"
+    train = run.train
+    step = f"{train.micro_batch} sequences a micro-batch" + (
+        f", {train.accumulate} micro-batches a step (train.accumulate)" if train.accumulate > 1 else ""
+    )
+    return f"{size}: {shape}; {step}, {train.optimizer}"
 
 
 def _kind(
@@ -128,7 +132,9 @@ def held(run: Config, spans: Sequence[tuple[int, int]]) -> str:
     """Return as text for people which part of the model the peers with these layers hold, such as `4 of 14 layers`."""
     layers, all_layers = sorted({last - first for first, last in spans if first < last} or {0}), run.model.depth + 2
     busy = sum(first < last for first, last in spans)
-    who = f"{busy} of {len(spans)} peers: " if 0 < busy < len(spans) else ""
+    if not busy:
+        return "nothing"
+    who = f"{busy} of {len(spans)} peers: " if busy < len(spans) else ""
     if layers[0] == all_layers:
         return f"{who}{WHOLE_MODEL}"
     planned = f"{layers[0]} to {layers[-1]}" if layers[0] < layers[-1] else f"{layers[0]}"

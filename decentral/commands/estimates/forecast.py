@@ -6,8 +6,7 @@ routes and gossip; a swarm that is too large for the simulator is predicted by f
 """
 
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +20,7 @@ from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
 from decentral.scheduler.throughput import feasibility, layer_costs
 from decentral.scheduler.throughput.planning import throughput_plan
+from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.arrays import Floats
 from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -28,7 +28,8 @@ from decentral.scheduler.topology.topology import Topology
 
 # A peer trains in this share of its time. The rest is gossip, evaluation and checkpoints (docs/results/benchmarks.md).
 TRAINING_SHARE = 0.985
-PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit, and the simulator gets the rest
+ROUTED_S = 20.0  # the search for a plan and its simulation together get at most so many seconds of work
+PLANNING_SHARE = 0.3  # the search for a plan gets this share of them, and the simulator gets the rest
 # A swarm with routes that is not simulated is expected to reach this share of the tokens/s that its plan promises
 # (docs/results/planner.md). Simulated swarms reached shares in the range below: homes the least, labs the most.
 ROUTED_SHARE, ROUTED_SHARES = 0.3, (0.1, 2.4)
@@ -66,6 +67,14 @@ class PairTraffic:
             within_links(topology, self.high_NN),
         )
 
+    def within_larger(self, places: Sequence[int], count: int) -> "PairTraffic":
+        """Return the traffic in a swarm of `count` peers, of which those at `places` have this traffic."""
+        grids = []
+        for own_NN in (self.mid_NN, self.low_NN, self.high_NN):
+            grids.append(np.zeros((count, count)))
+            grids[-1][np.ix_(places, places)] = own_NN
+        return PairTraffic(*grids)
+
     def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
         """Return the bytes/s that these senders send to these receivers together."""
         grid = np.ix_(senders, receivers)
@@ -85,91 +94,130 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The predicted speed and layers of a swarm of N peers, without its traffic."""
+    """The predicted speed and layers of a swarm of N peers, without the traffic of peers with the whole model."""
 
     tokens_per_s: Figure
     spans: tuple[tuple[int, int], ...]  # each peer's layers [first, last); (0, 0): none
     limit: str  # what limits tokens/s, as text for people
-    plan: ThroughputPlan | None  # layers and routes; None: each peer holds the whole model
+    traffic: tuple[PairTraffic, Windows] | None = None  # with routes: bytes and windows, which are played with them
+
+    @property
+    def busy(self) -> list[int]:
+        """The numbers of the peers that hold layers."""
+        return [peer for peer, (first, last) in enumerate(self.spans) if first < last]
 
 
-def outlook(
-    run: Config,
-    topology: Topology | None,
-    machines: Sequence[Machine],
-    seconds: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Outlook:
-    """Predict the speed and layers of a swarm without simulating it.
+def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float) -> Outlook:
+    """Predict the speed and layers of a swarm: the better of two layouts, as peers without layers cost nothing.
+
+    In the first layout, all peers that can hold the whole model hold it, and the others nothing. In the second, a plan
+    divides the model, and micro-batches travel. It is searched for and played in ROUTED_S at most, so that a table of
+    several models has the same figures as `forecast`.
 
     Args:
         run: As for `forecast`, like the next two.
         topology: The peers and their links.
         machines: Each peer's machine.
-        seconds: Limit of the search for a plan, if not every peer can hold the whole model.
-        clock: Time in seconds, which ends a search that is much slower than on a quiet core (search_budget.py).
+        seconds: Limit of the search for a plan and of the simulation, in seconds of work on a quiet core.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    if all(one.whole_bytes <= one.memory_bytes for one in machines):
-        speed = Figure(
-            TRAINING_SHARE * sum(one.tokens_per_s for one in machines),
-            sum(one.low * one.tokens_per_s for one in machines),
-            sum(one.high * one.tokens_per_s for one in machines),
-        )
-        limit = "compute: each peer holds the whole model, and training waits for no link"
-        return Outlook(speed, ((0, run.model.depth + 2),) * len(machines), limit, None)
+    holders = [peer for peer, one in enumerate(machines) if one.whole_bytes <= one.memory_bytes]
+    apart = _whole_models(run, machines, holders) if holders else None
+    if apart and len(holders) == len(machines):
+        return apart
     if topology is None:
         needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
         raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
-    topology = _with_costs(topology, machines)
-    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=clock))
+    divided = _divided(run, _with_costs(topology, machines), machines, min(seconds, ROUTED_S), apart)
+    return divided or _known(apart)
+
+
+def _whole_models(run: Config, machines: Sequence[Machine], holders: Sequence[int]) -> Outlook:
+    """Return the outlook of a swarm in which the peers `holders` hold the whole model, and the others nothing."""
+    having = [machines[peer] for peer in holders]
+    speed = Figure(
+        TRAINING_SHARE * sum(one.tokens_per_s for one in having),
+        sum(one.low * one.tokens_per_s for one in having),
+        sum(one.high * one.tokens_per_s for one in having),
+    )
+    whole = (0, run.model.depth + 2)
+    spans = tuple(whole if peer in holders else (0, 0) for peer in range(len(machines)))
+    if len(holders) == len(machines):
+        return Outlook(speed, spans, "compute: each peer holds the whole model, and training waits for no link")
+    return Outlook(speed, spans, "memory: peers that cannot hold the whole model would not make the swarm faster")
+
+
+def _known(found: Outlook | None) -> Outlook:
+    assert found is not None, "a swarm without holders of the whole model has a plan, or has raised an error"
+    return found
+
+
+def _divided(
+    run: Config, topology: Topology, machines: Sequence[Machine], seconds: float, apart: Outlook | None
+) -> Outlook | None:
+    """Return the outlook of a plan that divides the model; None if it is slower than `apart`.
+
+    Args:
+        run: As for `outlook`, like the next two.
+        topology: The peers, with their costs, and their links.
+        machines: Each peer's machine.
+        seconds: Limit of the search and of the simulation.
+        apart: The outlook of those peers that can hold the whole model; None if there are none.
+
+    Raises:
+        UserError: If the peers together cannot hold the model.
+    """
+    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(PLANNING_SHARE * seconds))
+    estimated, least = plan.throughput["estimated"], apart.tokens_per_s.mid if apart else 0.0
+    if estimated <= least:
+        return None
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
-    promised = plan.throughput["estimated"]
-    low, high = ROUTED_SHARES
-    speed = _of_devices(Figure(ROUTED_SHARE * promised, low * promised, high * promised), machines)
-    return Outlook(speed, spans, _limit(plan, topology, run), plan)
+    budget = SearchBudget((1 - PLANNING_SHARE) * seconds)
+    rates, pairs, windows = _played(run, topology, machines, spans, plan, budget)
+    if rates is None:
+        pairs = pairs.plus(_by_routes(plan, topology, run, estimated), ROUTED_SHARE)
+        low, high = ROUTED_SHARES
+        played = Figure(ROUTED_SHARE * estimated, low * estimated, high * estimated)
+    else:
+        played = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
+    if played.mid <= least:
+        return None
+    return Outlook(_of_devices(played, machines), spans, _limit(plan, topology, run), (pairs, windows))
 
 
-def forecast(
-    run: Config,
-    topology: Topology | None,
-    machines: Sequence[Machine],
-    seconds: float = 60.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Forecast:
-    """Predict the speed, layers and traffic of a swarm.
+def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 60.0) -> Forecast:
+    """Predict the speed, layers and traffic of a swarm. Equal swarms have equal forecasts on any machine.
 
     Args:
         run: The run's config, with a built-in model, gossip by pull, and a number as `train.micro_batch`.
         topology: The peers and their links; None: one peer alone.
         machines: Each peer's machine, in the topology's order.
-        seconds: Limit of the search for a plan and of the simulation.
-        clock: As for `outlook`.
+        seconds: Limit of the search for a plan and of the simulation, in seconds of work on a quiet core.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    first = outlook(run, topology, machines, PLANNING_SHARE * seconds, clock)
-    speed, spans, plan = first.tokens_per_s, first.spans, first.plan
-    if topology is None:
-        nothing_NN = np.zeros((1, 1))
-        alone = PairTraffic(nothing_NN, nothing_NN, nothing_NN)
-        return Forecast(speed, spans, alone, ((0.0, ""),), first.limit)
-    if plan is None:
-        _, pairs, windows = _played(run, topology, machines, spans, None, SearchBudget(seconds, clock=clock))
-        return Forecast(speed, spans, pairs, windows, first.limit)
-    topology = _with_costs(topology, machines)
-    budget = SearchBudget((1 - PLANNING_SHARE) * seconds, clock=clock)
-    rates, pairs, windows = _played(run, topology, machines, spans, plan, budget)
-    promised = plan.throughput["tokens_per_s"]
-    if rates is None:
-        pairs = pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE)
-    else:
-        played = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
-        speed = _of_devices(played, machines)
-    return Forecast(speed, spans, pairs, windows, first.limit)
+    first = outlook(run, topology, machines, seconds)
+    pairs, windows = first.traffic or _of_whole_models(run, topology, machines, first, seconds)
+    return Forecast(first.tokens_per_s, first.spans, pairs, windows, first.limit)
+
+
+def _of_whole_models(
+    run: Config, topology: Topology | None, machines: Sequence[Machine], found: Outlook, seconds: float
+) -> tuple[PairTraffic, Windows]:
+    """Return the traffic and windows of peers with the whole model; peers without layers have none."""
+    busy, nothing_NN = found.busy, np.zeros((len(machines), len(machines)))
+    pairs, windows = PairTraffic(nothing_NN, nothing_NN, nothing_NN), [(0.0, "")] * len(machines)
+    if topology is None or len(busy) < 2:
+        return pairs, tuple(windows)
+    among = topology if len(busy) == len(machines) else topologies.among(topology, busy)
+    spans, having = tuple(found.spans[peer] for peer in busy), [machines[peer] for peer in busy]
+    _, played, lengths = _played(run, among, having, spans, None, SearchBudget(seconds))
+    for peer, window in zip(busy, lengths, strict=True):
+        windows[peer] = window
+    return played.within_larger(busy, len(machines)), tuple(windows)
 
 
 def _with_costs(topology: Topology, machines: Sequence[Machine]) -> Topology:
