@@ -94,8 +94,8 @@ def explained_tokens(own: float, times: float) -> float:
 def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
-    A peer's tokens are what its witnesses saw in its hours (`_of_hours`), or the confirmed `carried` tokens if these are
-    more. With three or more witnesses, no single witness decides: the tokens are the lower median of the witnesses'
+    A peer's tokens are what its witnesses saw in its hours (`_of_hours`), or the confirmed `carried` tokens if those
+    are more. With three or more witnesses, no single witness decides: the tokens are the lower median of the witnesses'
     values, the hours are the second largest value, and each other value is `confirmed`. What a peer says of its own
     work is ignored. The order of the statements does not matter.
 

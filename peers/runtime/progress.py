@@ -279,9 +279,9 @@ class TrainingProgress:
             case Saved(step, size, cost_s):
                 took_s = self._saves.saved(size, cost_s, now)
                 return [Log(CheckpointLine(step=step, bytes=size, seconds=round(took_s, 3)))]
-            case SaveFailed(reason):
+            case SaveFailed():
                 self._saves.failed(now)
-                return [Log(ErrorLine(reason=f"checkpoint failed, the old one stays: {reason}"))]
+                return [Log(ErrorLine(reason=f"checkpoint failed, {event.said}"))]
             case JobFailed(job, reason):
                 stop = Stop(reason if reason.startswith(DIVERGED) else f"error: {reason}")
                 return [Log(ErrorLine(reason=f"{job}: {reason}")), stop]

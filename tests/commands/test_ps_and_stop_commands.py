@@ -342,7 +342,7 @@ def test_a_peer_that_starts_is_known_by_the_name_in_its_command(running: dict[Ru
     assert statuses[starting].phase == "starting"
     assert stop.chosen(statuses, ["carl"]) == ([starting], {})
     nameless = replace(starting, name="")
-    with pytest.raises(UserError, match=r"'anna'; a peer is starting in swarm/peer-7: name that folder, or wait"):
+    with pytest.raises(UserError, match=r"'anna'; peers that start have no name yet; name a folder: swarm/peer-7 "):
         stop.chosen({ann: running[ann], nameless: PeerStatus.of(nameless)}, ["anna"])
 
 
