@@ -47,7 +47,8 @@ def _main(flags: argparse.Namespace) -> None:
     groups, prices = places.groups_of(flags.peers), _prices(flags.price)
     _check_prices(prices, groups)
     shaped = flags.config or flags.model or flags.model_from or run.model.model_fields_set & {"depth", "width"}
-    print(f"playing plans, up to {flags.seconds:g} s on a quiet machine", file=sys.stderr, flush=True)
+    lasts = f"up to {flags.seconds:g} s" if shaped else "up to a minute"
+    print(f"playing plans, {lasts} on a quiet machine", file=sys.stderr, flush=True)
     with shared.loading():
         from decentral.commands.estimates import estimating, size_table
     if shaped:
