@@ -58,7 +58,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _invite(founder: FounderFile, flags: argparse.Namespace) -> None:
-    out, now = Path(flags.out), time.time()
+    out, now = Path(flags.out or _file_of(flags.holder)), time.time()
     if out.exists():
         raise UserError(f"--out {out} exists already; choose another file")
     holding = founder.invite(flags.holder, now + flags.until, Permission(flags.may))
@@ -67,6 +67,12 @@ def _invite(founder: FounderFile, flags: argparse.Namespace) -> None:
     print(f"invitation {one.text()} for {one.holder} {invitation_files.described(one, now)}, in {out}")
     print(f"send {out} as you would send a password: whoever has it takes part as {one.holder}")
     print(f"join with: python -m decentral.peer --join ADDR --invite {out}")
+
+
+def _file_of(holder: str) -> str:
+    """Return the name of the file for this person's invitation, without characters that have a meaning in paths."""
+    plain = re.sub(r"[^\w.-]", "-", holder).lstrip(".-")
+    return f"{plain or 'peer'}.invite"
 
 
 def _list(founder: FounderFile) -> None:
@@ -212,9 +218,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(
             f"--for expects up to {MAX_HOLDER_CHARS} printable characters, no brackets; got {flags.holder!r}"
         )
-    if flags.holder and not flags.out:
-        plain = re.sub(r"[^\w.-]", "-", flags.holder).lstrip(".-")
-        flags.out = f"{plain or 'peer'}.invite"
     return flags
 
 

@@ -30,7 +30,7 @@ from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 
 STOP_S = 150.0  # a leaving peer takes 120 s at most for its last step and checkpoint, and a few for its goodbye
 REASON_CHARS = 500
-NAMED = 3  # an error names the folders of at most this many peers that start
+STARTING_NAMED = 3  # an error names the folders of at most this many peers that start
 
 Running = Mapping[RunningPeer, PeerStatus]
 
@@ -148,7 +148,7 @@ def _unknown(one: str, own: Sequence[PeerStatus]) -> str:
     near = did_you_mean(one, [*(name for status in own for name in (status.name, status.run)), *shown])
     nameless = [status.folder for status in own if status.folder and not status.name]
     if nameless and one not in shown:  # a starting peer's name is not known yet, so another one is not meant
-        near = f"; peers that start have no name yet; name a folder: {', '.join(nameless[-NAMED:])}"
+        near = f"; peers that start have no name yet; name a folder: {', '.join(nameless[-STARTING_NAMED:])}"
     return f"no peer of this user here has the name, folder or run {one!r}{near}"
 
 

@@ -69,11 +69,10 @@ class PairTraffic:
 
     def within_larger(self, places: Sequence[int], count: int) -> "PairTraffic":
         """Return the traffic in a swarm of `count` peers, of which those at `places` have this traffic."""
-        grids = []
-        for own_NN in (self.mid_NN, self.low_NN, self.high_NN):
-            grids.append(np.zeros((count, count)))
-            grids[-1][np.ix_(places, places)] = own_NN
-        return PairTraffic(*grids)
+        mid_NN, low_NN, high_NN = np.zeros((3, count, count))
+        grid = np.ix_(places, places)
+        mid_NN[grid], low_NN[grid], high_NN[grid] = self.mid_NN, self.low_NN, self.high_NN
+        return PairTraffic(mid_NN, low_NN, high_NN)
 
     def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
         """Return the bytes/s that these senders send to these receivers together."""
