@@ -61,7 +61,11 @@ def _main(flags: argparse.Namespace) -> None:
         found = {
             "tokens": flags.tokens,
             "sizes": rows,
-            "notes": [*places.notes_on_places(groups), *estimating.notes_on_cards(groups)],
+            "notes": [
+                *estimating.notes_on_steps(run),
+                *places.notes_on_places(groups),
+                *estimating.notes_on_cards(groups),
+            ],
         }
     show = _show if shaped else _show_sizes
     print(strict_json.dumps(found)) if flags.json else show(found, shared.result_console())

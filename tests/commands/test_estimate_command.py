@@ -104,7 +104,9 @@ def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFi
 
 
 def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = told(capsys, "--peers", "4x3080 lab")["sizes"]
+    found = told(capsys, "--peers", "4x3080 lab")
+    assert any(note.startswith("an optimizer step has 16 sequences: ") for note in found["notes"])
+    rows = found["sizes"]
     *fit, last = rows
     assert [row["model"] for row in rows] == list(SHOWN_SIZES[: len(rows)])
     assert (fit[0]["holds"], fit[0]["limit"]) == ("whole model", "compute")
@@ -151,14 +153,17 @@ def test_it_is_not_said_that_a_device_holds_more_than_its_memory(capsys: pytest.
     assert re.search(r": each holds .*\(the whole model needs [\d.]+ GB; each has 12.0 GB\)", part)
 
 
-def test_the_table_has_days_and_price_of_the_tokens_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_days_and_price_of_the_tokens_that_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_table, "SHOWN_SIZES", ("125M", "1B"))
     found = told(capsys, "--peers", "8xH100 lab", "--tokens", "1B", "--price", "2")
     for row in found["sizes"]:
         assert row["days"]["mid"] == pytest.approx(1e9 / row["tokens_per_s"]["mid"] / 86400, rel=2e-3)
         assert row["price"]["mid"] == pytest.approx(row["days"]["mid"] * 24 * 16, rel=2e-3)
     assert estimate.main([*QUICK, "--peers", "8xH100 lab", "--tokens", "1B", "--price", "2"]) == 0
     text = capsys.readouterr().out
-    for part in ("holds", "days and price", "7B", "whole", "note: --model SIZE"):
+    for part in ("holds", "days and price", "1B", "whole", "note: --model SIZE"):
         assert part in text
 
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from decentral.commands.estimates import places
 from decentral.commands.estimates.cards import card
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
-from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
+from decentral.commands.estimates.machines import (
+    MEASURED_UTILISATION,
+    STEP_SEQUENCES,
+    Machine,
+    machines_of,
+    with_micro_batch,
+)
 from decentral.commands.estimates.places import MBIT, PeerGroup
 from decentral.commands.estimates.playing import PLAYED_S
 from decentral.commands.estimates.sizes import WHOLE_MODEL
@@ -171,6 +177,14 @@ def _notes(run: Config, groups: Sequence[PeerGroup], found: Forecast) -> list[st
     )
     settling = [early] if any(bound == "link" for _, bound in found.windows) else []
     return [downloads, *settling, *places.notes_on_places(groups), *notes_on_cards(groups)]
+
+
+def notes_on_steps(run: Config) -> list[str]:
+    """Return notes for people on the size of optimizer steps; [] if the user has set it."""
+    if {"micro_batch", "accumulate"} & run.train.model_fields_set:
+        return []
+    less = "where memory holds a smaller micro-batch, set train.accumulate, or steps cost more"
+    return [f"an optimizer step has {STEP_SEQUENCES} sequences: {less}"]
 
 
 def notes_on_cards(groups: Sequence[PeerGroup]) -> list[str]:
