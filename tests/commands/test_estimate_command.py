@@ -142,6 +142,13 @@ def test_another_card_lowers_no_speed(capsys: pytest.CaptureFixture[str], size: 
     assert beside >= without
 
 
+def test_a_slow_card_that_leads_the_search_astray_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    without, beside = (
+        told(capsys, "--model", "1B", "--peers", peers) for peers in ("4x3080 lab", "4x3080 lab, T4 home:1/5")
+    )
+    assert beside["tokens_per_s"]["mid"] >= without["tokens_per_s"]["mid"]
+
+
 def test_it_is_not_said_that_a_device_holds_more_than_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate.main([*QUICK, "--model", "1B", "--peers", "2x4090 homes, 3060 homes-b"]) == 0
     lines = capsys.readouterr().out.splitlines()

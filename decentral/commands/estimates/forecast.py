@@ -7,6 +7,7 @@ routes and gossip; a swarm that is too large for the simulator is predicted by f
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,6 +41,7 @@ WINDOW_STEP = 2
 # range of traffic includes both results.
 EASE = (0.55, 1.8)
 BYTES_RANGE = 1.2  # the range of bytes that follows from the windows is extended by this factor at both ends
+MOST_KEPT = 2.0  # a plan is not played if even this many times its estimate is too little; plans reached up to 1.9
 USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
 
 
@@ -100,6 +102,15 @@ class Outlook:
     limit: str  # what limits tokens/s, as text for people
     traffic: tuple[PairTraffic, Windows] | None = None  # with routes: bytes and windows, which are played with them
 
+    def within_larger(self, places: Sequence[int], count: int) -> "Outlook":
+        """Return the outlook of a swarm of `count` peers, of which only those at `places` hold layers, as here."""
+        assert self.traffic is not None, "peers with the whole model are those of the whole swarm"
+        pairs, lengths = self.traffic
+        spans, windows = [(0, 0)] * count, [(0.0, "")] * count
+        for place, span, window in zip(places, self.spans, lengths, strict=True):
+            spans[place], windows[place] = span, window
+        return replace(self, spans=tuple(spans), traffic=(pairs.within_larger(places, count), tuple(windows)))
+
     @property
     def busy(self) -> list[int]:
         """The numbers of the peers that hold layers."""
@@ -107,11 +118,12 @@ class Outlook:
 
 
 def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float) -> Outlook:
-    """Predict the speed and layers of a swarm: the better of two layouts, as peers without layers cost nothing.
+    """Predict the speed and layers of a swarm: the best of three layouts, as peers without layers cost nothing.
 
     In the first layout, all peers that can hold the whole model hold it, and the others nothing. In the second, a plan
-    divides the model, and micro-batches travel. It is searched for and played in ROUTED_S at most, so that a table of
-    several models has the same figures as `forecast`.
+    divides the model, and micro-batches travel. The third is such a plan without the slowest kind of device, since a
+    search may be led astray by devices of little use. A plan is searched for and played in ROUTED_S at most, so that a
+    table of several models has the same figures as `forecast`.
 
     Args:
         run: As for `forecast`, like the next two.
@@ -129,8 +141,18 @@ def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine],
     if topology is None:
         needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
         raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
-    divided = _divided(run, _with_costs(topology, machines), machines, min(seconds, ROUTED_S), apart)
-    return divided or _known(apart)
+    topology, slowest = _with_costs(topology, machines), min(one.tokens_per_s for one in machines)
+    found = _divided(run, topology, machines, min(seconds, ROUTED_S), apart) or apart
+    faster = [peer for peer, one in enumerate(machines) if one.tokens_per_s > slowest]
+    if len(faster) > 1 and sum(machines[peer].memory_bytes for peer in faster) >= min(
+        one.whole_bytes for one in machines
+    ):
+        having, among = [machines[peer] for peer in faster], topologies.among(topology, faster)
+        with suppress(UserError):  # these peers cannot hold the model
+            fewer = _divided(run, among, having, min(seconds, ROUTED_S), found)
+            found = fewer.within_larger(faster, len(machines)) if fewer else found
+    assert found is not None, "a swarm without holders of the whole model has a plan, or has raised an error"
+    return found
 
 
 def _whole_models(run: Config, machines: Sequence[Machine], holders: Sequence[int]) -> Outlook:
@@ -148,29 +170,24 @@ def _whole_models(run: Config, machines: Sequence[Machine], holders: Sequence[in
     return Outlook(speed, spans, "memory: peers that cannot hold the whole model would not make the swarm faster")
 
 
-def _known(found: Outlook | None) -> Outlook:
-    assert found is not None, "a swarm without holders of the whole model has a plan, or has raised an error"
-    return found
-
-
 def _divided(
-    run: Config, topology: Topology, machines: Sequence[Machine], seconds: float, apart: Outlook | None
+    run: Config, topology: Topology, machines: Sequence[Machine], seconds: float, other: Outlook | None
 ) -> Outlook | None:
-    """Return the outlook of a plan that divides the model; None if it is slower than `apart`.
+    """Return the outlook of a plan that divides the model; None if it is no faster than `other`.
 
     Args:
         run: As for `outlook`, like the next two.
         topology: The peers, with their costs, and their links.
         machines: Each peer's machine.
         seconds: Limit of the search and of the simulation.
-        apart: The outlook of those peers that can hold the whole model; None if there are none.
+        other: The outlook of another layout; None if there is none.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
     plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(PLANNING_SHARE * seconds))
-    estimated, least = plan.throughput["estimated"], apart.tokens_per_s.mid if apart else 0.0
-    if estimated <= least:
+    estimated, least = plan.throughput["estimated"], other.tokens_per_s.mid if other else 0.0
+    if MOST_KEPT * estimated <= least:
         return None
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
     budget = SearchBudget((1 - PLANNING_SHARE) * seconds)
