@@ -144,9 +144,7 @@ def outlook(run: Config, topology: Topology | None, machines: Sequence[Machine],
     topology, slowest = _with_costs(topology, machines), min(one.tokens_per_s for one in machines)
     found = _divided(run, topology, machines, min(seconds, ROUTED_S), apart) or apart
     faster = [peer for peer, one in enumerate(machines) if one.tokens_per_s > slowest]
-    if len(faster) > 1 and sum(machines[peer].memory_bytes for peer in faster) >= min(
-        one.whole_bytes for one in machines
-    ):
+    if len(faster) > 1 and not set(faster).issubset(holders):
         having, among = [machines[peer] for peer in faster], topologies.among(topology, faster)
         with suppress(UserError):  # these peers cannot hold the model
             fewer = _divided(run, among, having, min(seconds, ROUTED_S), found)
