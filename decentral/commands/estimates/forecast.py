@@ -41,7 +41,9 @@ WINDOW_STEP = 2
 # range of traffic includes both results.
 EASE = (0.55, 1.8)
 BYTES_RANGE = 1.2  # the range of bytes that follows from the windows is extended by this factor at both ends
-MOST_KEPT = 2.0  # a plan is not played if even this many times its estimate is too little; plans reached up to 1.9
+MOST_OF_ESTIMATE = (
+    2.0  # a plan is not played if even this many times its estimate is too little; plans reached up to 1.9
+)
 USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
 
 
@@ -185,7 +187,7 @@ def _divided(
     """
     plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(PLANNING_SHARE * seconds))
     estimated, least = plan.throughput["estimated"], other.tokens_per_s.mid if other else 0.0
-    if MOST_KEPT * estimated <= least:
+    if MOST_OF_ESTIMATE * estimated <= least:
         return None
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
     budget = SearchBudget((1 - PLANNING_SHARE) * seconds)
