@@ -209,7 +209,7 @@ def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     where, devices = _swarm(case, run_config)
     if args.part == "simulated":  # every peer has the whole model, however little memory its card has
         devices = [replace(one, memory_bytes=max(one.memory_bytes, one.whole_bytes)) for one in devices]
-    found = forecast(run_config, where, devices, args.budget_s, clock=lambda: 0.0)  # whatever else runs here
+    found = forecast(run_config, where, devices, args.budget_s)
     plan = None
     if args.part == "routed":
         where = replace(where, costs=tuple(one.costs for one in devices))

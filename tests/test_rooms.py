@@ -150,7 +150,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",
         "commands.checks": "disk",
-        "commands.estimates": "forecast own_speed",
+        "commands.estimates": "own_speed",
         "commands": "dashboard invite local plan ps push simulation stop",
     },
     "random": {

@@ -33,10 +33,10 @@ FEWER_CORES = 0.1  # weight of a measurement that shows fewer training cores tha
 NEWEST_IDLE = 0.3  # weight of the newest value in the running average of idle cores
 
 # The window length doubles if the needed length exceeds LONGER times the present length. It halves if the needed length
-# is below SHORTER times half the present length. The gap between these limits prevents flapping. For processor time it
-# is narrower (SHORTER_BY_CORES): that is an average over many windows. The first windows cost the most, and the
-# length that follows from them must not stay.
-LONGER, SHORTER, SHORTER_BY_CORES = 1.1, 0.8, 0.95
+# is below SHORTER times half the present length. The gap between these limits prevents flapping. It is narrow: first
+# windows cost the most, first uploads are the slowest, and the length that follows from them must not stay. With
+# SHORTER at 0.8, chance decided whether windows of 32 or 64 s stayed (docs/results/estimates.md).
+LONGER, SHORTER = 1.1, 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +89,17 @@ class Stretch:
     """
 
     times: int = 1
-    shorter: float = SHORTER
 
     def fit(self, needed: float) -> int:
-        """Double or halve `self.times` until `needed` is within LONGER and `self.shorter`; return `self.times`."""
+        """Double or halve `self.times` until `needed` is within LONGER and SHORTER; return `self.times`."""
         while needed > LONGER * self.times:
             self.times *= 2
-        while self.times > 1 and needed < self.shorter * self.times / 2:
+        while self.times > 1 and needed < SHORTER * self.times / 2:
             self.times //= 2
         return self.times
 
 
 ALL_GOSSIP = GossipTraffic()
-
-
-def _by_cores() -> Stretch:
-    return Stretch(shorter=SHORTER_BY_CORES)
 
 
 @dataclass(slots=True)
@@ -115,7 +110,7 @@ class GossipCost:
     network_s: Seconds = 0.0  # average core-seconds of the transfers for one window of one fragment
     cores: float = 0.0  # estimated number of cores that training keeps busy
     idle: float = 0.0  # running average of the number of idle cores
-    stretch: Stretch = field(default_factory=_by_cores)
+    stretch: Stretch = field(default_factory=Stretch)
     _share: float = 0.0  # share of the training cores that gossip may use: an argument of the last call of `windows`
     _fragments: int = 1  # number of fragments: an argument of the last call of `windows`
     # Sums since the averages were last updated: core-seconds of jobs and of transfers, closed windows, measured seconds
@@ -191,7 +186,7 @@ class GossipCost:
         """
         self._fragments = fragments
         if share != self._share:
-            self._share, self.stretch = share, _by_cores()
+            self._share, self.stretch = share, Stretch()
         cost_s = self.window_cost_s * fragments or EXPECTED_NUMBER_S * parameters
         if not cost_s or not self.cores:
             return self.stretch.times

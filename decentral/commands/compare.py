@@ -3,7 +3,8 @@
     python -m decentral.compare muon adamw           two folders of state folders, or state folders of peers
     python -m decentral.compare muon adamw --json    the same as JSON, with the curves
 
-Losses are compared at equal tokens and after equal time. Peers whose folders are not given are not counted.
+Losses are compared at equal tokens and after equal time; time in which no peer ran is left out. Peers whose folders are
+not given are not counted.
 """
 
 import argparse

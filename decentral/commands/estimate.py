@@ -48,8 +48,8 @@ def _main(flags: argparse.Namespace) -> None:
     groups, prices = places.groups_of(flags.peers), _prices(flags.price)
     _check_prices(prices, groups)
     shaped = flags.config or flags.model or flags.model_from or run.model.model_fields_set & {"depth", "width"}
-    if shaped:
-        print(f"playing plans, up to {flags.seconds:g} s on a quiet machine", file=sys.stderr, flush=True)
+    lasts = f"up to {flags.seconds:g} s" if shaped else "up to a minute"
+    print(f"playing plans, {lasts} on a quiet machine", file=sys.stderr, flush=True)
     with shared.loading():
         from decentral.commands.estimates import estimating, size_table
     if shaped:
@@ -62,7 +62,11 @@ def _main(flags: argparse.Namespace) -> None:
         found = {
             "tokens": flags.tokens,
             "sizes": rows,
-            "notes": [*places.notes_on_places(groups), *estimating.notes_on_cards(groups)],
+            "notes": [
+                *estimating.notes_on_steps(run),
+                *places.notes_on_places(groups),
+                *estimating.notes_on_cards(groups),
+            ],
         }
     show = _show if shaped else _show_sizes
     print(strict_json.dumps(found)) if flags.json else show(found, shared.result_console())
@@ -149,8 +153,7 @@ def _check_prices(prices: Mapping[str, float], groups: Sequence[PeerGroup]) -> N
 def _show(found: JsonObject, console: Console) -> None:
     console.print(f"model: {found['model']}")
     for kind in found["peers"]:
-        needs, has = readable_bytes(kind["whole_model_bytes"]), readable_bytes(kind["memory_bytes"])
-        console.print(f"{kind['peers']}: holds {kind['holds']} (which needs {needs}; each has {has})", soft_wrap=True)
+        console.print(f"{kind['peers']}: each holds {_held(kind)}", soft_wrap=True)
         gossip = f"; gossip each {kind['window_s']:.3g} s" if kind["window_s"] else ""
         why = f" (bound by {kind['bound']})" if kind["bound"] else ""
         console.print(f"    {kind['tokens_per_s']:,.0f} tokens/s each{gossip}{why}")
@@ -176,6 +179,16 @@ def _show(found: JsonObject, console: Console) -> None:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
+def _held(kind: JsonObject) -> str:
+    """Return as text for people what a peer of this kind holds, beside its memory."""
+    needs, has = readable_bytes(kind["whole_model_bytes"]), readable_bytes(kind["memory_bytes"])
+    if kind["holds"] != sizes.WHOLE_MODEL:
+        return f"{kind['holds']} (the whole model needs {needs}; each has {has})"
+    if kind["whole_model_bytes"] > kind["memory_bytes"]:  # the plan counts a little less than a peer claims
+        return f"the {sizes.WHOLE_MODEL} (which takes all of its {has})"
+    return f"the {sizes.WHOLE_MODEL} ({needs} of its {has})"
+
+
 def _show_sizes(found: JsonObject, console: Console) -> None:
     given, rows = found["tokens"], found["sizes"]
     amount = f"{readable_number(given)} tokens" if given else f"{TOKENS_A_PARAMETER} tokens a parameter"
@@ -185,7 +198,7 @@ def _show_sizes(found: JsonObject, console: Console) -> None:
         speed, days, price = (_rounded(row[name]) if name in row else "" for name in ("tokens_per_s", "days", "price"))
         table.add_row(row["model"], row["holds"], speed, f"{days}\n{price}".strip(), row["limit"])
     console.print(table)
-    more = "--model SIZE predicts one size more precisely, with memory, links and bytes"
+    more = "--model SIZE shows one size with memory, links and bytes"
     for note in [*found["notes"], RECOVERED, more]:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
@@ -224,7 +237,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--price", metavar="PRICE", help="of an hour of a device, in any currency: 0.4, or 4090=0.35,A100=1.2"
     )
-    search = "time limit of the search for routes and of the simulation; default 60 s"
+    search = "work of the search for routes and of the simulation, by the time that it takes on a quiet machine"
+    search += "; default 60 s"
     parser.add_argument("--seconds", type=quantities.duration_s, default=60.0, metavar="TIME", help=search)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
     return parser.parse_args(argv)

@@ -1,8 +1,9 @@
 """python -m decentral.export: write the swarm's model as a folder that Hugging Face's transformers or peft loads.
 
 gather   Read all layers from checkpoints (--state-dir), or download them from running peers (--join).
-average  Average each layer over the peers that hold it. Peers that lag far behind are left out. If a peer's folder was
-         copied, only the newest copy counts.
+average  Average each layer over the peers that hold it. A layer of a peer is left out, and the output names the peer,
+         if it is more than 20 steps, and more than a tenth of the newest step, behind the newest copy of the layer:
+         its older weights would pull the mean back. If a peer's folder was copied, only the newest copy counts.
 write    Write config.json, model.safetensors, a model card (README.md), and a tokenizer: that of --tokenizer, else of
          --model-from, else bytes.
          For a run that trains adapters (`model.lora`), write adapter_config.json and adapter_model.safetensors for
@@ -123,7 +124,10 @@ def _write_card(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
-    about = "Write a swarm's model as a folder for transformers."
+    about = (
+        "Write a swarm's model, the mean of its peers, as a folder for transformers. Peers more than 20 steps and a "
+    )
+    about += "tenth behind the newest one are left out, and named."
     parser = shared.Parser(prog="python -m decentral.export", description=about)
     shared.add_join_flag(parser, "address of a running peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")

@@ -10,6 +10,7 @@ DIR is the state folder in which `python -m decentral.peer --private` began the 
 import argparse
 import asyncio
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _invite(founder: FounderFile, flags: argparse.Namespace) -> None:
-    out, now = Path(flags.out), time.time()
+    out, now = Path(flags.out or _file_of(flags.holder)), time.time()
     if out.exists():
         raise UserError(f"--out {out} exists already; choose another file")
     holding = founder.invite(flags.holder, now + flags.until, Permission(flags.may))
@@ -66,6 +67,12 @@ def _invite(founder: FounderFile, flags: argparse.Namespace) -> None:
     print(f"invitation {one.text()} for {one.holder} {invitation_files.described(one, now)}, in {out}")
     print(f"send {out} as you would send a password: whoever has it takes part as {one.holder}")
     print(f"join with: python -m decentral.peer --join ADDR --invite {out}")
+
+
+def _file_of(holder: str) -> str:
+    """Return the name of the file for this person's invitation, without characters that have a meaning in paths."""
+    plain = re.sub(r"[^\w.-]", "-", holder).lstrip(".-")
+    return f"{plain or 'peer'}.invite"
 
 
 def _list(founder: FounderFile) -> None:
@@ -199,15 +206,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--until", type=_until, default="30d", metavar="TIME", help=until)
     may = "what the invitation allows; default: train"
     parser.add_argument("--may", choices=[one.value for one in Permission], default="train", help=may)
-    parser.add_argument("--out", metavar="FILE", help="file to write the invitation to, which is a secret")
+    out = "file to write the invitation to, which is a secret; default NAME.invite in this folder"
+    parser.add_argument("--out", metavar="FILE", help=out)
     parser.add_argument("--list", action="store_true", help="list the invitations that were made")
     parser.add_argument("--revoke", metavar="ID|FILE", help="revoke an invitation, and tell the swarm")
     shared.add_join_flag(parser, "with --revoke: address of a running peer to tell")
     flags = parser.parse_args(argv)
     if bool(flags.holder) + bool(flags.list) + bool(flags.revoke) != 1:
-        raise UserError("give one of --for NAME --out FILE, --list, --revoke ID|FILE (see --help)")
-    if flags.holder and not flags.out:
-        raise UserError("--for NAME needs --out FILE, the file to write the invitation to")
+        raise UserError("give one of --for NAME, --list, --revoke ID|FILE (see --help)")
     if flags.holder and flags.holder != plain_text(flags.holder, MAX_HOLDER_CHARS):
         raise UserError(
             f"--for expects up to {MAX_HOLDER_CHARS} printable characters, no brackets; got {flags.holder!r}"

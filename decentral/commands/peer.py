@@ -157,7 +157,8 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--name", help=called)
     parser.add_argument("--region", help="name of this peer's place, for the planner")
     parser.add_argument("--throttle", type=shared.finite, metavar="F", help="train F times slower than the device can")
-    parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 15m, 2h, 500steps or 2Mtokens of this peer")
+    amount = "stop after 15m, 2h, 500steps or 2Mtokens of this peer, counted from this start, not from an earlier one"
+    parser.add_argument("--stop-after", metavar="AMOUNT", help=amount)
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
     _add_watch_flags(parser)
     given = parser.parse_args(argv)

@@ -29,6 +29,7 @@ from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
 
 NO_FIGURE = "-"
+FOLDER_DELETED = "folder deleted"  # phase of a peer whose state folder is gone: it trains, and saves nothing
 SUSPENDED = "suspended"  # phase of a peer whose process is stopped by a signal, and hears no other one
 STAT_BYTES = 4096  # more than /proc/PID/stat has
 MOST_CELL_CHARS = 4096  # of a folder or an address
@@ -41,7 +42,7 @@ class PeerStatus:
     name: str
     peer: str
     run: str
-    phase: str  # starting, joining, training, stopping or suspended; "" for another user's peer
+    phase: str  # starting, joining, training, stopping, suspended or folder deleted; "" for another user's peer
     user: str
     pid: int
     since: Seconds  # Unix time at which the process started
@@ -54,16 +55,16 @@ class PeerStatus:
     @classmethod
     def of(cls, peer: RunningPeer) -> "PeerStatus":
         """Return the status of a running peer, as its state folder shows it."""
-        tail = JournalTail.of(peer.folder) if peer.folder else None
+        tail = JournalTail.of(peer.folder) if peer.folder and not peer.is_deleted else None
         if peer.folder and changed_at(peer.folder / JOURNAL) < peer.since:
             tail = None  # the lines are of an earlier process
         work, facts = (tail.work, tail.facts) if tail else (None, None)
         stepped = work is not None and work.stepped_at > 0
         return cls(
-            name=plain_text(facts.name) if facts else "",
+            name=plain_text(facts.name if facts else peer.name),
             peer=plain_text(facts.peer) if facts else "",
             run=plain_text(facts.run) if facts else "",
-            phase=(SUSPENDED if _is_suspended(peer.pid) else _phase(tail)) if peer.folder else "",
+            phase=_phase(peer, tail) if peer.folder else "",
             user=_user(peer.user),
             pid=peer.pid,
             since=round(peer.since, 1),
@@ -137,7 +138,11 @@ def _is_suspended(pid: int) -> bool:
     return content.rpartition(b")")[2].split()[:1] == [b"T"]  # the name before it may have brackets
 
 
-def _phase(tail: JournalTail | None) -> str:
+def _phase(peer: RunningPeer, tail: JournalTail | None) -> str:
+    if _is_suspended(peer.pid):
+        return SUSPENDED
+    if peer.is_deleted:
+        return FOLDER_DELETED
     if tail is None:
         return "starting"
     if tail.of_event(StoppedLine):

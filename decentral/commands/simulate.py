@@ -88,6 +88,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, least in (("peers", 1), ("seconds", 1.0), ("step_seconds", 1e-3), ("sweep", 0), ("processes", 1)):
         if getattr(flags, name) < least:
             raise UserError(f"--{name.replace('_', '-')} expects at least {least:g}; got {getattr(flags, name):g}")
+    for name, given in (("throttle", flags.throttle), ("memory", flags.memory)):
+        if len(given) > flags.peers:
+            raise UserError(f"--{name} expects at most {flags.peers} values, one for each peer; got {len(given)}")
     if flags.plan and not flags.topology:
         raise UserError("--plan needs --topology: the topology for which the plan was made")
     return flags

@@ -30,6 +30,7 @@ from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 
 STOP_S = 150.0  # a leaving peer takes 120 s at most for its last step and checkpoint, and a few for its goodbye
 REASON_CHARS = 500
+STARTING_NAMED = 3  # an error names the folders of at most this many peers that start
 
 Running = Mapping[RunningPeer, PeerStatus]
 
@@ -145,6 +146,9 @@ def _unknown(one: str, own: Sequence[PeerStatus]) -> str:
         around |= {path.parent.parent for path in Path(one).parent.glob(f"*/*/{JOURNAL}")}
     shown = [str(folder) for folder in (*folders, *around)] + [folder.name for folder in around]
     near = did_you_mean(one, [*(name for status in own for name in (status.name, status.run)), *shown])
+    nameless = [status.folder for status in own if status.folder and not status.name]
+    if nameless and one not in shown:  # a starting peer's name is not known yet, so another one is not meant
+        near = f"; peers that start have no name yet; name a folder: {', '.join(nameless[-STARTING_NAMED:])}"
     return f"no peer of this user here has the name, folder or run {one!r}{near}"
 
 
@@ -157,6 +161,8 @@ def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[
         now: Unix time.
     """
     assert peer.folder is not None, "only this user's peers are stopped"
+    if peer.is_deleted:
+        return False, f"stopped, NOT saved: its folder {peer.folder} was deleted while it ran"
     tail, at = JournalTail.of(peer.folder), changed_at(peer.folder / CHECKPOINT)
     stopped = tail.last_of(StoppedLine) if tail else []
     again = f"go on with: {shared.as_called('python -m decentral.peer')} --state-dir {peer.folder}"

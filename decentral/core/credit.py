@@ -20,6 +20,7 @@ from decentral.core.units import Seconds
 MOST_WITNESSED = 12  # a record has the work of at most this many other peers, to stay below its limit of 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
 IMPLAUSIBLE_TIMES = 1000.0  # a window longer than this many times ours is an attack, so `times` is capped at this
+LONG_WATCHED = 0.9  # a witness that met a peer for at least this share of its hours counts with the tokens that it saw
 LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours are ignored for its speed
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
@@ -93,10 +94,10 @@ def explained_tokens(own: float, times: float) -> float:
 def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
-    A peer's tokens are its speed times its hours, or the confirmed `carried` tokens if those are more. With three or
-    more witnesses, no single witness decides: the speed is the lower median of the witnesses' values, the hours are
-    the second largest value, and each other value is `confirmed`. What a peer says of its own work is ignored. The
-    order of the statements does not matter.
+    A peer's tokens are what its witnesses saw in its hours (`_of_hours`), or the confirmed `carried` tokens if those
+    are more. With three or more witnesses, no single witness decides: the tokens are the lower median of the witnesses'
+    values, the hours are the second largest value, and each other value is `confirmed`. What a peer says of its own
+    work is ignored. The order of the statements does not matter.
 
     Args:
         statements: The latest statement of each peer.
@@ -118,8 +119,8 @@ def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
 
 def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Credit:
     met_s = _second([row.met_s for row in rows])
-    speeds = [row.tokens_per_s for row in rows if row.met_s and row.met_s >= LEAST_WATCHED * met_s]
-    trained = median_low(speeds) * met_s if speeds else 0.0
+    watched = [row for row in rows if row.met_s and row.met_s >= LEAST_WATCHED * met_s]
+    trained = median_low([_of_hours(row, met_s) for row in watched]) if watched else 0.0
     return Credit(
         peer=peer,
         name=own.name if own else "",
@@ -132,6 +133,15 @@ def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Cre
         witnesses=len(rows),
         claimed_tokens=own.claimed_tokens if own else 0,
     )
+
+
+def _of_hours(row: SeenWork, met_s: Seconds) -> float:
+    """Return the tokens of a peer's `met_s` seconds by one witness: those that it saw, or fewer hours' at their speed.
+
+    Witnesses publish at different times. If a long one's speed were multiplied by another's newer hours, the tokens of
+    a peer that becomes slower would fall from one look to the next.
+    """
+    return row.tokens_per_s * (row.met_s if row.met_s >= LONG_WATCHED * met_s else met_s)
 
 
 def confirmed(figures: Iterable[int]) -> int:

@@ -475,9 +475,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Outcome: the checkpoint could not be written; the previous checkpoint is kept, and the peer keeps running."""
+    """Outcome: the checkpoint could not be written; the peer keeps running, and a previous checkpoint is kept."""
 
     reason: str
+    kept: bool = True  # False: the state folder was deleted, and with it all checkpoints
+
+    @property
+    def said(self) -> str:
+        """Return as text for people which checkpoint is left, and why there is no new one."""
+        return f"the old one stays: {self.reason}" if self.kept else f"none is left: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

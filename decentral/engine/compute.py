@@ -260,7 +260,11 @@ class Compute(JobRunner):
                 reason = f"{DIVERGED}: weights are not finite ({error})"
             case _:
                 raise error
-        return jobs.SaveFailed(reason) if isinstance(job, jobs.Save) else jobs.JobFailed(type(job).__name__, reason)
+        if not isinstance(job, jobs.Save):
+            return jobs.JobFailed(type(job).__name__, reason)
+        if self.setup.folder.exists():
+            return jobs.SaveFailed(reason)
+        return jobs.SaveFailed(f"the state folder {self.setup.folder} was deleted; stop this peer", kept=False)
 
     def resume(self) -> bool:
         """Load the folder's checkpoint; return False if there is none.

@@ -22,7 +22,7 @@ class LossCurve:
     """The loss of a run over time and tokens. Each point is the mean of the last losses of the peers that ran then."""
 
     kind: LossKind
-    seconds: Floats  # (points,) seconds since the first start of a peer, pauses included
+    seconds: Floats  # (points,) seconds in which peers ran, without pauses of all peers
     tokens: Floats  # (points,) number of tokens on which all peers together had trained
     loss: Floats  # (points,) nats per token
 
@@ -39,7 +39,7 @@ class LossCurve:
         if kind == "training":
             parts = min(MOST_TRAINING_POINTS, len(times))
             times, loss = (np.array([part.mean() for part in np.array_split(one, parts)]) for one in (times, loss))
-        return cls(kind, times - run.began, run.tokens_at(times), loss)
+        return cls(kind, run.ran_s(times), run.tokens_at(times), loss)
 
     def at(self, axis: Axis, places: Floats) -> Floats:
         """Return the losses (places,), interpolated at these numbers of tokens or seconds; NaN outside the curve."""

@@ -52,7 +52,7 @@ class ComparedRun:
     folder: str
     run: str
     tokens: int
-    seconds: Seconds  # time from the first start of a peer to the last line of a journal
+    seconds: Seconds  # time in which at least one peer ran; pauses of all peers are left out
     loss: float | None  # last loss of the curve, nats per token; None if the curve has no points
     peers: Sequence[TrainedShare]
     curve: LossCurve
@@ -73,7 +73,7 @@ class ComparedRun:
         shares = [TrainedShare.of(peer, tokens) for peer in history.peers]
         loss = float(curve.loss[-1]) if len(curve.loss) else None
         settings = dict(flat(strict_json.loads(canonical))) if canonical else {}
-        seconds = round(history.last - history.began, 3)
+        seconds = round(float(history.ran_s(np.array([history.last]))[0]), 3)
         return cls(folder, plain_text(run), tokens, seconds, loss, shares, curve, settings)
 
     def fields(self) -> JsonObject:

@@ -147,6 +147,15 @@ class RunHistory:
         """Tokens that all peers together trained."""
         return sum(peer.totals.tokens for peer in self.peers)
 
+    def ran_s(self, times: Floats) -> Floats:
+        """Return for how many seconds at least one peer ran before each of these Unix times."""
+        edges, ran = [0.0], [0.0]
+        for begin, end in sorted((life.began, life.last) for peer in self.peers for life in peer.lives):
+            if end > edges[-1]:
+                edges += [max(begin, edges[-1]), end]
+                ran += [ran[-1], ran[-1] + end - max(begin, edges[-3])]
+        return np.asarray(np.interp(times, edges, ran))
+
     def tokens_at(self, times: Floats) -> Floats:
         """Return the number of tokens on which all peers together had trained by each of these Unix times."""
         return np.asarray(np.sum([peer.tokens.at(times) for peer in self.peers], axis=0))

@@ -211,7 +211,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
     progress = node.progress
     done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
     why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
-    before = f"{folder} keeps the previous checkpoint, if there is one"
+    before = f"{folder} keeps the previous checkpoint, if there is one" if folder.exists() else f"{folder} was deleted"
     saved = (
         f"saved in {folder}"
         if not unsaved

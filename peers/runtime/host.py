@@ -126,6 +126,7 @@ class Host:
     keep_revocations: Callable[[bytes], None] = lambda packed: None
     unsaved: str = ""  # why the last checkpoint failed, or "" if it succeeded
     watch: HostWatch = field(init=False)
+    _save_failed: jobs.SaveFailed | None = None  # the latest one
     # Number of another peer's request -> the future that receives our answer to it.
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
@@ -160,7 +161,7 @@ class Host:
         While the peer stops, an earlier failed checkpoint is left out, since the last checkpoint may still succeed.
         """
         failed = self.unsaved and not self._stopping.is_set()
-        unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if failed else ""
+        unsaved = f"no checkpoint could be written, {self._save_failed.said}" if failed and self._save_failed else ""
         ahead_s = self.wall() - self.now()
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, which this peer uses; fix the wrong one"
         of_clock = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
@@ -183,7 +184,7 @@ class Host:
             case jobs.Saved():
                 self.unsaved = ""
             case jobs.SaveFailed(reason):
-                self.unsaved = reason
+                self.unsaved, self._save_failed = reason, event
         try:
             self._carry_all(self.node.handle(event, self.now()))
         except Exception as error:  # a bug in the node: stop the peer

@@ -279,9 +279,9 @@ class TrainingProgress:
             case Saved(step, size, cost_s):
                 took_s = self._saves.saved(size, cost_s, now)
                 return [Log(CheckpointLine(step=step, bytes=size, seconds=round(took_s, 3)))]
-            case SaveFailed(reason):
+            case SaveFailed():
                 self._saves.failed(now)
-                return [Log(ErrorLine(reason=f"checkpoint failed, the old one stays: {reason}"))]
+                return [Log(ErrorLine(reason=f"checkpoint failed, {event.said}"))]
             case JobFailed(job, reason):
                 stop = Stop(reason if reason.startswith(DIVERGED) else f"error: {reason}")
                 return [Log(ErrorLine(reason=f"{job}: {reason}")), stop]
@@ -305,9 +305,14 @@ class TrainingProgress:
             return None
         if goal.kind == "s":
             return GoalProgress(now - began, goal, began + goal.value - now)
-        done, before = (self.step, self._steps_before) if goal.kind == "steps" else (self.tokens, 0)
-        trained = 0 if before is None else done - before
-        return GoalProgress(done, goal, (goal.value - done) * (now - began) / trained if trained else None)
+        done = self._done(goal)
+        return GoalProgress(done, goal, (goal.value - done) * (now - began) / done if done else None)
+
+    def _done(self, goal: Amount) -> int:
+        """Return the steps or tokens that this process has trained, in the unit of `goal`."""
+        if goal.kind == "tokens":
+            return self.tokens
+        return 0 if self._steps_before is None else self.step - self._steps_before
 
     def flush(self, now: Seconds) -> list[Log]:
         """Return a journal line about the steps since the last line, and update the speed; [] without new steps."""
@@ -344,9 +349,9 @@ class TrainingProgress:
         self.losses.add(step.loss)
         lines = self._judged(step.dropped, step.loss if math.isfinite(step.loss) else None, now)
         lines += self.flush(now) if now >= self._line_at + LINE_S else []
-        reached = {"steps": step.step, "tokens": self.tokens}.get(self.stop_after.kind if self.stop_after else "", 0)
-        stops = self.stop_after and 0 < self.stop_after.value <= reached
-        return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
+        goal = self.stop_after
+        stops = goal is not None and goal.kind != "s" and self._done(goal) >= goal.value
+        return [*lines, Stop(f"--stop-after {goal}")] if stops else lines
 
     def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[ProgressEffect]:
         """Pass a step to `divergence`, and return its warnings; also return Stop if training does not recover."""

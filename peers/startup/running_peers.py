@@ -20,6 +20,7 @@ from decentral.core.units import Seconds
 
 PROC = Path("/proc")
 COMMAND_BYTES = 4096  # at most this much of a command line is read, as prctl PR_SET_MM_MAP can make it gigabytes long
+DELETED = " (deleted)"  # Linux adds this to the name of an open file that was deleted
 STARTED_FIELD = 19  # index of the start time (ticks since boot) in /proc/PID/stat, where the state of the process is 0
 
 
@@ -31,6 +32,8 @@ class RunningPeer:
     user: int  # id (uid) of the user who runs the process
     since: Seconds  # Unix time at which the process started
     folder: Path | None  # the peer's state folder; None: the folder of another user's peer, which this user may not see
+    name: str = ""  # what --name says in the command of this user's peer, unchecked; "" without it
+    is_deleted: bool = False  # whether the folder was deleted while the peer ran, so that nothing more is saved
 
 
 def running_peers(proc: Path = PROC) -> list[RunningPeer]:
@@ -48,35 +51,46 @@ def _peer(process: Path) -> RunningPeer | None:
     """Return the peer with this folder in /proc; None if the process is no peer, or has ended."""
     try:
         with (process / "cmdline").open("rb") as command:
-            is_peer = _is_called_peer(command.read(COMMAND_BYTES))
-        if not is_peer:
+            words = [word.decode(errors="replace") for word in command.read(COMMAND_BYTES).split(b"\0")]
+        if not _is_called_peer(words):
             return None
-        user = process.stat().st_uid
-        folder = _claimed(process) if user == os.geteuid() else None
-        return RunningPeer(int(process.name), user, _started(process), folder)
+        user, pid, since = process.stat().st_uid, int(process.name), _started(process)
+        if user != os.geteuid():
+            return RunningPeer(pid, user, since, None)
+        folder, is_deleted = _claimed(process)
+        return RunningPeer(pid, user, since, folder, _named(words), is_deleted)
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _is_called_peer(command: bytes) -> bool:
+def _is_called_peer(words: Sequence[str]) -> bool:
     """Return whether a command line is `python -m decentral.peer ...` or `decentral peer ...`."""
-    words = [word.decode(errors="replace") for word in command.split(b"\0")]
     pairs = [(Path(first).name, second) for first, second in pairwise(words)]
     return ("-m", "decentral.peer") in pairs or ("decentral", "peer") in pairs
 
 
-def _claimed(process: Path) -> Path | None:
-    """Return the state folder whose lock this process holds; None if it holds none."""
-    holders = lock_holders(process.parent / "locks").values()
-    if not any(int(process.name) in pids for pids in holders):
-        return None
-    for descriptor in (process / "fd").iterdir():
+def _named(words: Sequence[str]) -> str:
+    """Return the last value of --name in a command line; "" without one."""
+    apart = [second for first, second in pairwise(words) if first == "--name"]
+    joined = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
+    return next(reversed([*apart, *joined]), "")
+
+
+def _claimed(process: Path) -> tuple[Path | None, bool]:
+    """Return the state folder whose lock this process holds, and whether it was deleted; (None, False) without one."""
+    holders = lock_holders(process.parent / "locks")
+    locked = {inode for inode, pids in holders.items() if int(process.name) in pids}
+    for descriptor in (process / "fd").iterdir() if locked else ():
         with suppress(OSError):
-            file = Path(os.readlink(descriptor))
-            folder, is_same = file.parent, os.path.samestat(file.stat(), descriptor.stat())
-            if file.name == "lock" and is_same and (folder / KEY).exists():
-                return folder
-    return None
+            name, opened = os.readlink(descriptor), descriptor.stat()
+            file = Path(name.removesuffix(DELETED))
+            if file.name != "lock" or opened.st_ino not in locked:
+                continue
+            if name.endswith(DELETED) and not opened.st_nlink:
+                return file.parent, True
+            if os.path.samestat(file.stat(), opened) and (file.parent / KEY).exists():
+                return file.parent, False
+    return None, False
 
 
 def _started(process: Path) -> Seconds:

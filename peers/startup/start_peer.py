@@ -8,6 +8,7 @@ libp2p starts first; torch and the training code are loaded in a thread meanwhil
 
 import asyncio
 import resource
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -17,13 +18,14 @@ from decentral.comm.net import ports
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.commands import shared
+from decentral.core.plain_text import plain_text
 from decentral.engine import compile_caches
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import state
 from decentral.peers.startup.copied_identity import refuse_copy
 from decentral.peers.startup.flags import PeerStart, StartFlags
-from decentral.peers.startup.reach_swarm import commit_start, own_run, reach_swarm
+from decentral.peers.startup.reach_swarm import OwnRun, commit_start, own_run, reach_swarm
 from decentral.view.page.address import reserved
 from decentral.view.page.child import dashboard
 
@@ -66,6 +68,7 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
         begun, clock = PeerStart(asked.without_address_of(own.peer), folder, own, device, island), SwarmClock()
         run = own_run(begun)
+        shared.starting(what_begins(begun, run))
         shared.starting("opening the network")
         transport = await _listen(begun, clock)
         try:
@@ -83,6 +86,20 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
             await prepare.train(begun, access, host, why, page, metrics_server)
         finally:
             await transport.close()
+
+
+def what_begins(start: PeerStart, run: OwnRun) -> str:
+    """Return as text which run this start continues, begins or joins, and where its state is.
+
+    If the user named no folder, and a stopped peer's is there, `start` gets a warning with the command that goes on.
+    """
+    folder, flags = start.folder.path, start.flags
+    if run.kept:
+        return f"going on with run {plain_text(run.kept[0])} from {folder}"
+    if flags.state_dir is None and (stopped := state.stopped_beside(folder)):
+        again = f"{shared.as_called('python -m decentral.peer')} --state-dir {shlex.quote(str(stopped))}"
+        start.warnings.append(f"this is a new peer in {folder}; to go on with the stopped one instead: {again}")
+    return f"{'joining a run' if flags.join else 'beginning a new run'} in {folder}"
 
 
 async def _listen(start: PeerStart, clock: SwarmClock) -> PeerNetwork:

@@ -23,7 +23,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
-from decentral.core.peer_folders import CHECKPOINT, KEY
+from decentral.core.peer_folders import CHECKPOINT, JOURNAL, KEY, changed_at
 from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
 from decentral.core.units import KiB, Measured
@@ -398,6 +398,14 @@ def _remove(folder: Path, names: Iterable[str], made: Sequence[Path]) -> None:
     with suppress(OSError):
         for one in made:
             one.rmdir()
+
+
+def stopped_beside(folder: Path) -> Path | None:
+    """Return the folder of a stopped peer beside `folder`, the one that trained last; None if there is none."""
+    folder = folder.absolute()
+    running = {peer.folder for peer in running_peers()}
+    beside = [run.parent for run in folder.parent.glob("*/run.json") if run.parent.resolve() not in running]
+    return max((one for one in beside if one != folder), key=lambda one: changed_at(one / JOURNAL), default=None)
 
 
 def new_path() -> Path:

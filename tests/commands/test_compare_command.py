@@ -13,8 +13,13 @@ from decentral.peers.startup.state import StateFolder
 from tests.journal_lines import event_of
 
 
-def run_in(folder: Path, name: str, pace: int, loss: float, peers: int = 1, settings: tuple[str, ...] = ()) -> Path:
-    """A run of peers that train `pace` tokens a second for 100 s, and whose loss falls from 5 to `loss`."""
+def run_in(
+    folder: Path, name: str, pace: int, loss: float, peers: int = 1, settings: tuple[str, ...] = (), pause_s: float = 0
+) -> Path:
+    """A run of peers that train `pace` tokens a second for 100 s, and whose loss falls from 5 to `loss`.
+
+    With `pause_s`, all peers stop after 50 s and start again so much later.
+    """
     for number in range(peers):
         own = folder / f"peer-{number}"
         own.mkdir(parents=True)
@@ -23,7 +28,11 @@ def run_in(folder: Path, name: str, pace: int, loss: float, peers: int = 1, sett
         facts = {"peer": f"Qm{name}-peer-{number}", "run": name, "device": "a processor [red]", "last": 4}
         journal.write(event_of("started", **facts, name=f"ann|{number}", addresses=[]))
         for second in range(1, 101):
-            now[0] = 1000.0 + second
+            now[0] = 1000.0 + second + (pause_s if second > 50 else 0)
+            if pause_s and second == 51:
+                now[0] -= 1
+                journal.write(event_of("started", **facts, name=f"ann|{number}", addresses=[]))
+                now[0] += 1
             journal.write(event_of("step", step=second, tokens=pace, loss=5.0, seconds=1.0))
             if second % 10 == 0:
                 journal.write(event_of("eval", loss=5.0 + (loss - 5.0) * second / 100, tokens=1, seconds=0.1))
@@ -53,6 +62,16 @@ def test_losses_are_compared_at_equal_tokens_and_at_equal_time(
     assert [run["tokens"] for run in found["runs"]] == [100_000, 200_000]
     assert [one["share"] for one in found["runs"][1]["peers"]] == [0.5, 0.5]
     assert found["runs"][0]["loss_kind"] == "held-out"
+
+
+def test_time_in_which_no_peer_ran_is_no_training_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    through = run_in(tmp_path / "through", "one-aaaaaa", 1000, 2.0, peers=2)
+    paused = run_in(tmp_path / "paused", "two-bbbbbb", 1000, 2.0, peers=2, pause_s=3600.0)
+    assert compare.main([str(through), str(paused), "--json"]) == 0
+    found = strict_json.loads(capsys.readouterr().out)
+    assert [run["seconds"] for run in found["runs"]] == [100.0, 100.0]
+    assert all(ours == pytest.approx(theirs, abs=0.05) for _, ours, theirs in found["at_seconds"])
+    assert found["at_seconds"][-1][0] == pytest.approx(100.0)
 
 
 def test_the_table_fits_80_columns_and_names_what_differs(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

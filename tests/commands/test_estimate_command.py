@@ -104,7 +104,9 @@ def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFi
 
 
 def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = told(capsys, "--peers", "4x3080 lab")["sizes"]
+    found = told(capsys, "--peers", "4x3080 lab")
+    assert any(note.startswith("an optimizer step has 16 sequences: ") for note in found["notes"])
+    rows = found["sizes"]
     *fit, last = rows
     assert [row["model"] for row in rows] == list(SHOWN_SIZES[: len(rows)])
     assert (fit[0]["holds"], fit[0]["limit"]) == ("whole model", "compute")
@@ -119,14 +121,56 @@ def test_without_a_model_a_table_says_which_sizes_these_peers_can_train(capsys: 
         assert row["days"]["mid"] == pytest.approx(days, rel=2e-3)
 
 
-def test_the_table_has_days_and_price_of_the_tokens_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_has_the_same_figure_in_the_table_and_alone_each_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock says: a search ends after an amount of work."""
+    monkeypatch.setattr(size_table, "SHOWN_SIZES", ("350M", "1B"))
+    peers = "4x3080 lab"
+    rows = told(capsys, "--peers", peers)["sizes"]
+    alone = [told(capsys, "--model", row["model"], "--peers", peers) for row in rows]
+    assert [row["tokens_per_s"] for row in rows] == [one["tokens_per_s"] for one in alone]
+    assert [row["limit"] for row in rows] == [re.split("[:;]", one["limit"])[0] for one in alone]
+    assert told(capsys, "--model", "1B", "--peers", peers) == alone[1]
+
+
+@pytest.mark.parametrize("size", ["1B", "3B"])
+def test_another_card_lowers_no_speed(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    """One that cannot hold the model is left out if routes through it are slower."""
+    swarms = ("2xA100 lab", "2xA100 lab, 3060 home:5/20")
+    without, beside = (told(capsys, "--model", size, "--peers", peers)["tokens_per_s"]["mid"] for peers in swarms)
+    assert beside >= without
+
+
+def test_a_slow_card_that_leads_the_search_astray_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    without, beside = (
+        told(capsys, "--model", "1B", "--peers", peers) for peers in ("4x3080 lab", "4x3080 lab, T4 home:1/5")
+    )
+    assert beside["tokens_per_s"]["mid"] >= without["tokens_per_s"]["mid"]
+
+
+def test_it_is_not_said_that_a_device_holds_more_than_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate.main([*QUICK, "--model", "1B", "--peers", "2x4090 homes, 3060 homes-b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (whole,) = [line for line in lines if line.startswith("2x4090 homes: ")]
+    (part,) = [line for line in lines if line.startswith("1x3060 homes-b: ")]
+    found = re.fullmatch(r"2x4090 homes: each holds the whole model \(([\d.]+) GB of its ([\d.]+) GB\)", whole)
+    assert found
+    assert float(found[1]) <= float(found[2])
+    assert re.search(r": each holds .*\(the whole model needs [\d.]+ GB; each has 12.0 GB\)", part)
+
+
+def test_the_table_has_days_and_price_of_the_tokens_that_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_table, "SHOWN_SIZES", ("125M", "1B"))
     found = told(capsys, "--peers", "8xH100 lab", "--tokens", "1B", "--price", "2")
     for row in found["sizes"]:
         assert row["days"]["mid"] == pytest.approx(1e9 / row["tokens_per_s"]["mid"] / 86400, rel=2e-3)
         assert row["price"]["mid"] == pytest.approx(row["days"]["mid"] * 24 * 16, rel=2e-3)
     assert estimate.main([*QUICK, "--peers", "8xH100 lab", "--tokens", "1B", "--price", "2"]) == 0
     text = capsys.readouterr().out
-    for part in ("holds", "days and price", "7B", "whole", "note: --model SIZE"):
+    for part in ("holds", "days and price", "1B", "whole", "note: --model SIZE"):
         assert part in text
 
 

@@ -102,10 +102,22 @@ def test_the_list_shows_who_was_invited_until_when_and_whether_it_counts(
 
 
 @pytest.mark.parametrize(
+    ("name", "file"), [("ann", "ann.invite"), ("../ann lee", "ann-lee.invite"), ("/", "peer.invite")]
+)
+def test_without_a_file_the_invitation_is_in_this_folder_under_its_name(
+    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
+    """A peer prints the command without --out."""
+    monkeypatch.chdir(tmp_path)
+    assert run("--state-dir", str(begun), "--for", name) == 0
+    assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
+    assert run("--state-dir", str(begun), "--for", name) == 2, "no invitation is overwritten"
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         ([], "give one of --for NAME"),
-        (["--for", "ann"], "needs --out FILE"),
         (["--for", "ann", "--list"], "give one of"),
         (["--for", "[red]", "--out", "x"], "printable characters, no brackets"),
         (["--for", "ann", "--out", "x", "--until", "soon"], "expected 12h, 30d, 8w"),

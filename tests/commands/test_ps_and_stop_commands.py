@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,6 +317,33 @@ def test_a_suspended_peer_is_shown_as_such_and_not_waited_for(
         assert capsys.readouterr().out == told
         process.send_signal(signal.SIGCONT)
         assert PeerStatus.of(peer).phase != "suspended"
+
+
+def test_a_peer_whose_folder_was_deleted_is_shown_and_stopped_but_not_said_to_have_saved(tmp_path: Path) -> None:
+    folder = training(tmp_path / "peer-0").folder
+    assert folder is not None
+    (folder / KEY).touch()
+    with piped(sys.executable, "-I", "-S", "-c", HANGS, str(folder / "lock"), "-m", "decentral.peer") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        shutil.rmtree(folder)
+        (peer,) = (one for one in ps.here() if one.pid == process.pid)
+        status = PeerStatus.of(peer)
+        assert (status.phase, status.folder, status.step) == ("folder deleted", str(folder), None)
+        assert stop.chosen({peer: status}, [str(folder)]) == ([peer], {})
+        told = f"stopped, NOT saved: its folder {folder} was deleted while it ran"
+        assert stop.what_was_saved(peer, BEGAN, BEGAN + 1) == (False, told)
+
+
+def test_a_peer_that_starts_is_known_by_the_name_in_its_command(running: dict[RunningPeer, PeerStatus]) -> None:
+    ann, *_ = running
+    starting = RunningPeer(11, os.geteuid(), BEGAN, Path("swarm/peer-7"), "carl")
+    statuses = {ann: running[ann], starting: PeerStatus.of(starting)}
+    assert statuses[starting].phase == "starting"
+    assert stop.chosen(statuses, ["carl"]) == ([starting], {})
+    nameless = replace(starting, name="")
+    with pytest.raises(UserError, match=r"'anna'; peers that start have no name yet; name a folder: swarm/peer-7 "):
+        stop.chosen({ann: running[ann], nameless: PeerStatus.of(nameless)}, ["anna"])
 
 
 HANGS = """

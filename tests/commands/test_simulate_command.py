@@ -70,6 +70,8 @@ BAD = {
     "no fault": ["--faults", "crash"],
     "an unknown fault": ["--faults", "explode 1 at 2"],
     "a negative throttle": ["--throttle", "1,-2"],
+    "more throttles than peers": ["--peers", "2", "--throttle", "1,1,3"],
+    "more memories than peers": ["--peers", "1", "--memory", "1GB,2GB"],
     "no trace": ["--trace", "nowhere.csv"],
     "layers that fit no peer": ["--memory", "160MB", *(word for one in LARGE for word in ("--set", one))],
     "synchronous rounds": ["--set", "gossip.algorithm=synchronous"],

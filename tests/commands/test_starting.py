@@ -1,6 +1,7 @@
 """What a peer says while it starts: what may take long is named when it begins, and waiting is not silent."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -30,9 +31,10 @@ from decentral.core.reasons import Reason
 from decentral.engine import measure
 from decentral.engine.compute import ComputeSetup
 from decentral.peers.runtime.clock import SwarmClock
-from decentral.peers.startup import prepare, reach_swarm, start_peer
+from decentral.peers.startup import prepare, reach_swarm, start_peer, state
 from decentral.peers.startup.flags import PeerStart, StartFlags
 from decentral.peers.startup.reach_swarm import OwnRun, SwarmAccess
+from decentral.peers.startup.running_peers import RunningPeer
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import CHECK, NobodyAnswers, say_hello
 from decentral.scheduler.placement.claim_span import ClaimedSpan
@@ -290,3 +292,28 @@ def test_on_windows_each_command_is_one_line_that_names_wsl() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stderr == "decentral needs Linux or macOS: on Windows, run it in WSL 2 (wsl --install)\n"
+
+
+def test_it_is_said_which_folder_goes_on_and_how_to_go_on_with_a_stopped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a reboot, `decentral peer` without --state-dir takes a new folder beside that of the stopped peer."""
+    monkeypatch.setattr(state, "running_peers", lambda: [RunningPeer(5, 0, 0.0, tmp_path / "busy")])
+    run = (RunId("gpt-3fa2c1"), Config())
+    for number, name in enumerate(("old", "newer", "busy")):
+        (tmp_path / name).mkdir()
+        StateFolder(tmp_path / name).write_run(*run)
+        (tmp_path / name / JOURNAL).touch()
+        os.utime(tmp_path / name / JOURNAL, (number, number))
+    kept = begun(StartFlags(state_dir=str(tmp_path / "old")), tmp_path / "old")
+    assert start_peer.what_begins(kept, OwnRun(run, run)) == f"going on with run gpt-3fa2c1 from {tmp_path / 'old'}"
+    new = begun(StartFlags(), tmp_path / "peer-2")
+    assert start_peer.what_begins(new, OwnRun(None, run)) == f"beginning a new run in {tmp_path / 'peer-2'}"
+    assert kept.warnings == []
+    (warning,) = new.warnings
+    assert warning.endswith(
+        f"go on with the stopped one instead: python -m decentral.peer --state-dir {tmp_path}/newer"
+    )
+    named = begun(StartFlags(state_dir=str(tmp_path / "third"), join=("ADDR",)), tmp_path / "third")
+    assert start_peer.what_begins(named, OwnRun(None, None)) == f"joining a run in {tmp_path / 'third'}"
+    assert named.warnings == [], "the user has named this folder"

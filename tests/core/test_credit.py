@@ -48,6 +48,30 @@ def test_who_claims_ten_times_its_work_has_the_share_of_what_its_windows_explain
     assert of(LIAR, swarm(per_s=1000.0, explained=103.0)).share == pytest.approx(1 / 6, rel=0.05)
 
 
+def test_tokens_never_fall_while_witnesses_publish_one_after_another() -> None:
+    """The peer becomes slower, and each witness's record is renewed each minute, at another time."""
+    peer, witnesses, found = NAMES[0], NAMES[1:], list[int]()
+    statements = {peer: Statement(1.0, "", 0)}
+    for minute in range(60, 80):
+        for witness in witnesses:
+            row = seen(peer, per_s=100.0 - 0.4 * (minute - 60), met_s=60 * minute)
+            statements[witness] = Statement(float(minute), "", 0, [row])
+            found.append(of(peer, statements).tokens)
+    assert found == sorted(found)
+    assert found[-1] == pytest.approx(92.4 * 60 * 79, rel=0.02)
+
+
+def test_a_witness_of_few_of_the_hours_counts_with_the_speed_that_it_saw() -> None:
+    peer = NAMES[0]
+    hours = [HOUR_S, HOUR_S, HOUR_S // 2, HOUR_S // 3]
+    rows = {
+        witness: Statement(1.0, "", 0, [seen(peer, met_s=met_s)])
+        for witness, met_s in zip(NAMES[1:], hours, strict=False)
+    }
+    rows[peer] = Statement(1.0, "", 0)
+    assert of(peer, rows).tokens == 100 * HOUR_S
+
+
 def test_a_claim_that_differs_from_what_windows_explain_by_chance_is_believed() -> None:
     most = credit.EXPLAINED_TIMES
     assert of(LIAR, swarm(per_s=100.0, explained=100.5 / most)).tokens == 360_000

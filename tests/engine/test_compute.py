@@ -573,9 +573,11 @@ def test_saving_reports_the_size(setup_of: MakeSetup) -> None:
     assert compute.do(jobs.Save()) == jobs.Saved(3, (compute.setup.folder / checkpoint.FILE).stat().st_size)
 
 
-def test_a_disk_that_refuses_is_a_failed_job_and_training_goes_on(setup_of: MakeSetup, tmp_path: Path) -> None:
+def test_a_folder_that_was_deleted_is_a_failed_job_and_training_goes_on(setup_of: MakeSetup, tmp_path: Path) -> None:
     compute = trained(replace(setup_of(), folder=tmp_path / "gone"))
-    assert isinstance(compute.do(jobs.Save()), jobs.SaveFailed)
+    failed = compute.do(jobs.Save())
+    assert isinstance(failed, jobs.SaveFailed)
+    assert failed.said == f"none is left: the state folder {tmp_path / 'gone'} was deleted; stop this peer"
     assert compute.step().step == 4
 
 

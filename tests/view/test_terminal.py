@@ -161,6 +161,8 @@ def test_a_peer_that_has_diverged_says_so_once_in_its_last_line(
     (line,) = capfd.readouterr().out.splitlines()
     kept = f"{tmp_path} keeps the previous checkpoint, if there is one"
     assert line == f"stopped ({why}) after 0 tokens, loss -; NOT saved: {kept}"
+    terminal.farewell(peer, tmp_path / "gone", why, why)
+    assert capfd.readouterr().out.endswith(f"NOT saved: {tmp_path / 'gone'} was deleted\n")
 
 
 def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_path: Path) -> None:

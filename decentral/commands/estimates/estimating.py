@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from decentral.commands.estimates import places
 from decentral.commands.estimates.cards import card
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
-from decentral.commands.estimates.peer_devices import MEASURED_UTILISATION, PeerDevice, devices_of, with_micro_batch
+from decentral.commands.estimates.peer_devices import (
+    MEASURED_UTILISATION,
+    STEP_SEQUENCES,
+    PeerDevice,
+    devices_of,
+    with_micro_batch,
+)
 from decentral.commands.estimates.places import MBIT, PeerGroup
 from decentral.commands.estimates.playing import PLAYED_S
+from decentral.commands.estimates.sizes import WHOLE_MODEL
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_bytes, readable_number
@@ -16,7 +23,6 @@ from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, UTILISATIO
 from decentral.scheduler.topology.topology import Topology
 
 HOUR_S = 3600.0
-WHOLE_MODEL = "whole model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,11 @@ def _model(run: Config) -> str:
     model = run.model
     size = f"{readable_number(sum(model.layer_parameters))} parameters"
     shape = f"depth {model.depth}, width {model.d_model}, vocabulary {model.vocabulary}, context {model.context}"
-    return f"{size}: {shape}; {run.train.micro_batch} sequences a micro-batch, {run.train.optimizer}"
+    train = run.train
+    step = f"{train.micro_batch} sequences a micro-batch" + (
+        f", {train.accumulate} micro-batches a step (train.accumulate)" if train.accumulate > 1 else ""
+    )
+    return f"{size}: {shape}; {step}, {train.optimizer}"
 
 
 def _kind(
@@ -128,7 +138,9 @@ def held(run: Config, spans: Sequence[tuple[int, int]]) -> str:
     """Return as text for people which part of the model the peers with these layers hold, such as `4 of 14 layers`."""
     layers, all_layers = sorted({last - first for first, last in spans if first < last} or {0}), run.model.depth + 2
     busy = sum(first < last for first, last in spans)
-    who = f"{busy} of {len(spans)} peers: " if 0 < busy < len(spans) else ""
+    if not busy:
+        return "nothing"
+    who = f"{busy} of {len(spans)} peers: " if busy < len(spans) else ""
     if layers[0] == all_layers:
         return f"{who}{WHOLE_MODEL}"
     planned = f"{layers[0]} to {layers[-1]}" if layers[0] < layers[-1] else f"{layers[0]}"
@@ -165,6 +177,14 @@ def _notes(run: Config, groups: Sequence[PeerGroup], found: Forecast) -> list[st
     )
     settling = [early] if any(bound == "link" for _, bound in found.windows) else []
     return [downloads, *settling, *places.notes_on_places(groups), *notes_on_cards(groups)]
+
+
+def notes_on_steps(run: Config) -> list[str]:
+    """Return notes for people on the size of optimizer steps; [] if the user has set it."""
+    if {"micro_batch", "accumulate"} & run.train.model_fields_set:
+        return []
+    less = "where memory holds a smaller micro-batch, set train.accumulate, or steps cost more"
+    return [f"an optimizer step has {STEP_SEQUENCES} sequences: {less}"]
 
 
 def notes_on_cards(groups: Sequence[PeerGroup]) -> list[str]:

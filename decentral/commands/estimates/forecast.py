@@ -6,8 +6,8 @@ routes and gossip; a swarm that is too large for the simulator is predicted by f
 """
 
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
 from decentral.scheduler.throughput import feasibility, layer_costs
 from decentral.scheduler.throughput.planning import throughput_plan
+from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.arrays import Floats
 from decentral.scheduler.topology.plan_forms import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -28,7 +29,8 @@ from decentral.scheduler.topology.topology import Topology
 
 # A peer trains in this share of its time. The rest is gossip, evaluation and checkpoints (docs/results/benchmarks.md).
 TRAINING_SHARE = 0.985
-PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit, and the simulator gets the rest
+ROUTED_S = 20.0  # the search for a plan and its simulation together get at most so many seconds of work
+PLANNING_SHARE = 0.3  # the search for a plan gets this share of them, and the simulator gets the rest
 # A swarm with routes that is not simulated is expected to reach this share of the tokens/s that its plan promises
 # (docs/results/planner.md). Simulated swarms reached shares in the range below: homes the least, labs the most.
 ROUTED_SHARE, ROUTED_SHARES = 0.3, (0.1, 2.4)
@@ -39,6 +41,9 @@ WINDOW_STEP = 2
 # range of traffic includes both results.
 EASE = (0.55, 1.8)
 BYTES_RANGE = 1.2  # the range of bytes that follows from the windows is extended by this factor at both ends
+MOST_OF_ESTIMATE = (
+    2.0  # a plan is not played if even this many times its estimate is too little; plans reached up to 1.9
+)
 USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
 
 
@@ -66,6 +71,13 @@ class PairTraffic:
             within_links(topology, self.high_NN),
         )
 
+    def within_larger(self, places: Sequence[int], count: int) -> "PairTraffic":
+        """Return the traffic in a swarm of `count` peers, of which those at `places` have this traffic."""
+        mid_NN, low_NN, high_NN = np.zeros((3, count, count))
+        grid = np.ix_(places, places)
+        mid_NN[grid], low_NN[grid], high_NN[grid] = self.mid_NN, self.low_NN, self.high_NN
+        return PairTraffic(mid_NN, low_NN, high_NN)
+
     def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
         """Return the bytes/s that these senders send to these receivers together."""
         grid = np.ix_(senders, receivers)
@@ -85,91 +97,143 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The predicted speed and layers of a swarm of N peers, without its traffic."""
+    """The predicted speed and layers of a swarm of N peers, without the traffic of peers with the whole model."""
 
     tokens_per_s: Figure
     spans: tuple[tuple[int, int], ...]  # each peer's layers [first, last); (0, 0): none
     limit: str  # what limits tokens/s, as text for people
-    plan: ThroughputPlan | None  # layers and routes; None: each peer holds the whole model
+    traffic: tuple[PairTraffic, Windows] | None = None  # with routes: bytes and windows, which are played with them
+
+    def within_larger(self, places: Sequence[int], count: int) -> "Outlook":
+        """Return the outlook of a swarm of `count` peers, of which only those at `places` hold layers, as here."""
+        assert self.traffic is not None, "peers with the whole model are those of the whole swarm"
+        pairs, lengths = self.traffic
+        spans, windows = [(0, 0)] * count, [(0.0, "")] * count
+        for place, span, window in zip(places, self.spans, lengths, strict=True):
+            spans[place], windows[place] = span, window
+        return replace(self, spans=tuple(spans), traffic=(pairs.within_larger(places, count), tuple(windows)))
+
+    @property
+    def busy(self) -> list[int]:
+        """The numbers of the peers that hold layers."""
+        return [peer for peer, (first, last) in enumerate(self.spans) if first < last]
 
 
-def outlook(
-    run: Config,
-    topology: Topology | None,
-    devices: Sequence[PeerDevice],
-    seconds: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Outlook:
-    """Predict the speed and layers of a swarm without simulating it.
+def outlook(run: Config, topology: Topology | None, devices: Sequence[PeerDevice], seconds: float) -> Outlook:
+    """Predict the speed and layers of a swarm: the best of three layouts, as peers without layers cost nothing.
+
+    In the first layout, all peers that can hold the whole model hold it, and the others nothing. In the second, a plan
+    divides the model, and micro-batches travel. The third is such a plan without the slowest kind of device, since a
+    search may be led astray by devices of little use. A plan is searched for and played in ROUTED_S at most, so that a
+    table of several models has the same figures as `forecast`.
 
     Args:
         run: As for `forecast`, like the next two.
         topology: The peers and their links.
         devices: Each peer's device.
-        seconds: Limit of the search for a plan, if not every peer can hold the whole model.
-        clock: Time in seconds, which ends a search that is much slower than on a quiet core (search_budget.py).
+        seconds: Limit of the search for a plan and of the simulation, in seconds of work on a quiet core.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    if all(one.whole_bytes <= one.memory_bytes for one in devices):
-        speed = Figure(
-            TRAINING_SHARE * sum(one.tokens_per_s for one in devices),
-            sum(one.low * one.tokens_per_s for one in devices),
-            sum(one.high * one.tokens_per_s for one in devices),
-        )
-        limit = "compute: each peer holds the whole model, and training waits for no link"
-        return Outlook(speed, ((0, run.model.depth + 2),) * len(devices), limit, None)
+    holders = [peer for peer, one in enumerate(devices) if one.whole_bytes <= one.memory_bytes]
+    apart = _whole_models(run, devices, holders) if holders else None
+    if apart and len(holders) == len(devices):
+        return apart
     if topology is None:
         needs, has = devices[0].whole_bytes / 1e9, devices[0].memory_bytes / 1e9
         raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
-    topology = _with_costs(topology, devices)
-    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(seconds, clock=clock))
+    topology, slowest = _with_costs(topology, devices), min(one.tokens_per_s for one in devices)
+    found = _divided(run, topology, devices, min(seconds, ROUTED_S), apart) or apart
+    faster = [peer for peer, one in enumerate(devices) if one.tokens_per_s > slowest]
+    if len(faster) > 1 and not set(faster).issubset(holders):
+        having, among = [devices[peer] for peer in faster], topologies.among(topology, faster)
+        with suppress(UserError):  # these peers cannot hold the model
+            fewer = _divided(run, among, having, min(seconds, ROUTED_S), found)
+            found = fewer.within_larger(faster, len(devices)) if fewer else found
+    assert found is not None, "a swarm without holders of the whole model has a plan, or has raised an error"
+    return found
+
+
+def _whole_models(run: Config, devices: Sequence[PeerDevice], holders: Sequence[int]) -> Outlook:
+    """Return the outlook of a swarm in which the peers `holders` hold the whole model, and the others nothing."""
+    having = [devices[peer] for peer in holders]
+    speed = Figure(
+        TRAINING_SHARE * sum(one.tokens_per_s for one in having),
+        sum(one.low * one.tokens_per_s for one in having),
+        sum(one.high * one.tokens_per_s for one in having),
+    )
+    whole = (0, run.model.depth + 2)
+    spans = tuple(whole if peer in holders else (0, 0) for peer in range(len(devices)))
+    if len(holders) == len(devices):
+        return Outlook(speed, spans, "compute: each peer holds the whole model, and training waits for no link")
+    return Outlook(speed, spans, "memory: peers that cannot hold the whole model would not make the swarm faster")
+
+
+def _divided(
+    run: Config, topology: Topology, devices: Sequence[PeerDevice], seconds: float, other: Outlook | None
+) -> Outlook | None:
+    """Return the outlook of a plan that divides the model; None if it is no faster than `other`.
+
+    Args:
+        run: As for `outlook`, like the next two.
+        topology: The peers, with their costs, and their links.
+        devices: Each peer's device.
+        seconds: Limit of the search and of the simulation.
+        other: The outlook of another layout; None if there is none.
+
+    Raises:
+        UserError: If the peers together cannot hold the model.
+    """
+    plan = throughput_plan(topology, run, "genetic", 0, SearchBudget(PLANNING_SHARE * seconds))
+    estimated, least = plan.throughput["estimated"], other.tokens_per_s.mid if other else 0.0
+    if MOST_OF_ESTIMATE * estimated <= least:
+        return None
     spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
-    promised = plan.throughput["estimated"]
-    low, high = ROUTED_SHARES
-    speed = _of_devices(Figure(ROUTED_SHARE * promised, low * promised, high * promised), devices)
-    return Outlook(speed, spans, _limit(plan, topology, run), plan)
+    budget = SearchBudget((1 - PLANNING_SHARE) * seconds)
+    rates, pairs, windows = _played(run, topology, devices, spans, plan, budget)
+    if rates is None:
+        pairs = pairs.plus(_by_routes(plan, topology, run, estimated), ROUTED_SHARE)
+        low, high = ROUTED_SHARES
+        played = Figure(ROUTED_SHARE * estimated, low * estimated, high * estimated)
+    else:
+        played = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
+    if played.mid <= least:
+        return None
+    return Outlook(_of_devices(played, devices), spans, _limit(plan, topology, run), (pairs, windows))
 
 
-def forecast(
-    run: Config,
-    topology: Topology | None,
-    devices: Sequence[PeerDevice],
-    seconds: float = 60.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Forecast:
-    """Predict the speed, layers and traffic of a swarm.
+def forecast(run: Config, topology: Topology | None, devices: Sequence[PeerDevice], seconds: float = 60.0) -> Forecast:
+    """Predict the speed, layers and traffic of a swarm. Equal swarms have equal forecasts on any machine.
 
     Args:
         run: The run's config, with a built-in model, gossip by pull, and a number as `train.micro_batch`.
         topology: The peers and their links; None: one peer alone.
         devices: Each peer's device, in the topology's order.
-        seconds: Limit of the search for a plan and of the simulation.
-        clock: As for `outlook`.
+        seconds: Limit of the search for a plan and of the simulation, in seconds of work on a quiet core.
 
     Raises:
         UserError: If the peers together cannot hold the model.
     """
-    first = outlook(run, topology, devices, PLANNING_SHARE * seconds, clock)
-    speed, spans, plan = first.tokens_per_s, first.spans, first.plan
-    if topology is None:
-        nothing_NN = np.zeros((1, 1))
-        alone = PairTraffic(nothing_NN, nothing_NN, nothing_NN)
-        return Forecast(speed, spans, alone, ((0.0, ""),), first.limit)
-    if plan is None:
-        _, pairs, windows = _played(run, topology, devices, spans, None, SearchBudget(seconds, clock=clock))
-        return Forecast(speed, spans, pairs, windows, first.limit)
-    topology = _with_costs(topology, devices)
-    budget = SearchBudget((1 - PLANNING_SHARE) * seconds, clock=clock)
-    rates, pairs, windows = _played(run, topology, devices, spans, plan, budget)
-    promised = plan.throughput["tokens_per_s"]
-    if rates is None:
-        pairs = pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE)
-    else:
-        played = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
-        speed = _of_devices(played, devices)
-    return Forecast(speed, spans, pairs, windows, first.limit)
+    first = outlook(run, topology, devices, seconds)
+    pairs, windows = first.traffic or _of_whole_models(run, topology, devices, first, seconds)
+    return Forecast(first.tokens_per_s, first.spans, pairs, windows, first.limit)
+
+
+def _of_whole_models(
+    run: Config, topology: Topology | None, devices: Sequence[PeerDevice], found: Outlook, seconds: float
+) -> tuple[PairTraffic, Windows]:
+    """Return the traffic and windows of peers with the whole model; peers without layers have none."""
+    busy, nothing_NN = found.busy, np.zeros((len(devices), len(devices)))
+    pairs, windows = PairTraffic(nothing_NN, nothing_NN, nothing_NN), [(0.0, "")] * len(devices)
+    if topology is None or len(busy) < 2:
+        return pairs, tuple(windows)
+    among = topology if len(busy) == len(devices) else topologies.among(topology, busy)
+    spans, having = tuple(found.spans[peer] for peer in busy), [devices[peer] for peer in busy]
+    _, played, lengths = _played(run, among, having, spans, None, SearchBudget(seconds))
+    for peer, window in zip(busy, lengths, strict=True):
+        windows[peer] = window
+    return played.within_larger(busy, len(devices)), tuple(windows)
 
 
 def _with_costs(topology: Topology, devices: Sequence[PeerDevice]) -> Topology:

@@ -28,9 +28,8 @@ MEASURED_HERE = (0.75, 1.15)  # a run on this machine is expected to reach the m
 FLOPS_HERE = (0.5, 2.0)
 SMALL_RUN = ("model.depth=3", "model.width=256", "model.context=256", "train.micro_batch=4", "train.optimizer=adamw")
 HOST_CORES = 8  # each card's host is assumed to have this many processor cores; gossip may use some of them
-AUTO_SEQUENCES = 16  # a micro-batch has at most this many sequences if `train.micro_batch` is auto
+STEP_SEQUENCES = 16  # sequences in an optimizer step, and the most in a micro-batch, if `train.micro_batch` is auto
 BRIEFLY_S = 0.5  # at least so many seconds of steps of SMALL_RUN are timed
-IN_PARTS_ROOM = 1.5  # peers that hold parts of the model need more memory, since several micro-batches are in flight
 CARD = Device(torch.device("cuda"), torch.bfloat16)
 
 
@@ -85,26 +84,39 @@ def flops_here(peers: int) -> float:
 
 
 def with_micro_batch(run: Config, groups: Sequence[PeerGroup]) -> Config:
-    """Return the config with a number in place of `train.micro_batch: auto`.
+    """Return the config with numbers in place of `train.micro_batch: auto`.
 
-    It is the largest power of two up to AUTO_SEQUENCES with which every peer holds the whole model. If there is none,
-    it is the largest with which all peers together have IN_PARTS_ROOM times the memory for one whole model, or 1.
+    The micro-batch is the largest power of two up to STEP_SEQUENCES with which each peer that can hold the whole model
+    with one sequence still holds it. Unless `train.accumulate` is set, a step has STEP_SEQUENCES sequences: so a step
+    costs a device the same whatever other devices there are.
     """
     if run.train.micro_batch != "auto":
         return run
-    here = peers_here(groups)
-    sequences, together = AUTO_SEQUENCES, []
-    while sequences >= 1:
-        found = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": sequences})})
-        by_card = _whole_bytes(memory.needs_on(found, CARD))
-        cards = [(card(group.device).memory_bytes, by_card, group.count) for group in groups if not group.is_own]
-        own = [(machine_bytes() / here, _whole_bytes(memory.needs(found)), here)] if here else []
-        if all(has >= needs for has, needs, _ in [*cards, *own]):
+    holders = [group for group in groups if _holds_whole(_with_sequences(run, 1), group, groups)]
+    sequences = STEP_SEQUENCES if holders else 1
+    while sequences > 1:
+        found = _with_sequences(run, sequences)
+        if all(_holds_whole(found, group, groups) for group in holders):
             return found
-        if sum(count * has / needs for has, needs, count in [*cards, *own]) >= IN_PARTS_ROOM:
-            together.append(found)
         sequences //= 2
-    return together[0] if together else found
+    return _with_sequences(run, 1)
+
+
+def _with_sequences(run: Config, sequences: int) -> Config:
+    """Return the config with this micro-batch and, unless `train.accumulate` is set, STEP_SEQUENCES in a step."""
+    found = memory.with_micro_batch(run, sequences)
+    if "accumulate" in run.train.model_fields_set:
+        return found
+    return found.model_copy(
+        update={"train": found.train.model_copy(update={"accumulate": STEP_SEQUENCES // sequences})}
+    )
+
+
+def _holds_whole(run: Config, group: PeerGroup, groups: Sequence[PeerGroup]) -> bool:
+    """Return whether each peer of a group has memory for the whole model."""
+    if group.is_own:
+        return machine_bytes() / peers_here(groups) >= _whole_bytes(memory.needs(run))
+    return card(group.device).memory_bytes >= _whole_bytes(memory.needs_on(run, CARD))
 
 
 def _whole_bytes(needs: MemoryNeeds) -> int:
@@ -125,7 +137,8 @@ def _published(run: Config, found: Card) -> PeerDevice:
     low, high = (one / UTILISATION for one in MEASURED_UTILISATION)
     gossiper = Gossiper(step_tokens(run) / tokens_per_s, HOST_CORES, HOST_CORES - 1)
     low *= 1.0 if found.bf16 else WITHOUT_BF16
-    return PeerDevice(found.memory_bytes, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
+    costs = _costs(run, memory.needs_on(memory.with_micro_batch(run, STEP_SEQUENCES), CARD), seconds)
+    return PeerDevice(found.memory_bytes, tokens_per_s, low, high, needs, costs, gossiper)
 
 
 def _measured(run: Config, peers: int, own_flops: float | None) -> PeerDevice:
@@ -137,7 +150,8 @@ def _measured(run: Config, peers: int, own_flops: float | None) -> PeerDevice:
     needs, busy = memory.needs(run), min(1.0, cores / peers)
     gossiper = Gossiper(speed.step_s, busy, max(0.0, cores - peers), speed.number_s / NUMBER_S)
     low, high = FLOPS_HERE if own_flops else MEASURED_HERE
-    return PeerDevice(machine_bytes() / peers, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
+    costs = _costs(run, memory.needs(memory.with_micro_batch(run, STEP_SEQUENCES)), seconds)
+    return PeerDevice(machine_bytes() / peers, tokens_per_s, low, high, needs, costs, gossiper)
 
 
 def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCosts:
@@ -145,10 +159,10 @@ def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCos
 
     Args:
         run: The run's config.
-        needs: Bytes of the fragments on the device.
+        needs: Bytes of the fragments on the device, with a micro-batch of STEP_SEQUENCES sequences.
         seconds: Seconds per token of both passes through the embedding, all blocks together, and the head.
     """
-    parameters, tokens = run.model.layer_parameters, int(run.train.micro_batch) * run.model.context
+    parameters, tokens = run.model.layer_parameters, STEP_SEQUENCES * run.model.context
     state_bytes = sum(needs.state_of_parts) / sum(parameters)
     kept = memory.activation_bytes(run.model)
     halved = sum(needs.activations) / (tokens * sum(kept))

@@ -14,19 +14,19 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_bytes
 
 SHOWN_SIZES = ("10M", "125M", "350M", "1B", "3B", "7B")
-SEARCH_S = 0.8  # limit of the search for a plan of one size, if not every peer can hold the whole model
 DOES_NOT_FIT = "does not fit"
 
 
 def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[JsonObject]:
     """Return an estimate for each of SHOWN_SIZES up to the first that does not fit into the peers' memory.
 
-    Nothing is simulated, so that all estimates together take seconds.
+    The speeds are those of an estimate of one size. Bytes, which take a simulation of peers with the whole model, are
+    not estimated.
 
     Args:
         run: A config that sets no shape of the model.
         groups: The peers.
-        seconds: Limit of the search for a plan of one size, at most SEARCH_S.
+        seconds: Limit of the search for a plan of one size, as for `outlook`.
 
     Returns:
         JSON objects with the size, the parameters, which layers a peer holds, tokens/s, and what limits the size or the
@@ -39,7 +39,7 @@ def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[Js
         swarm = swarm_of(sizes.with_shape(run, size, given), groups, own_flops)
         row: JsonObject = {"model": size, "parameters": sum(swarm.run.model.layer_parameters)}
         try:
-            found = outlook(swarm.run, swarm.topology, swarm.each, min(seconds, SEARCH_S))
+            found = outlook(swarm.run, swarm.topology, swarm.each, seconds)
         except UserError as error:
             needs, has = min(one.whole_bytes for one in swarm.each), sum(one.memory_bytes for one in swarm.each)
             limit = f"memory: it needs {readable_bytes(needs)}, and all peers have {readable_bytes(has)}"

@@ -12,6 +12,7 @@ MOST_DEPTH = 128
 ASPECT = 64.0  # the preferred ratio of width to depth, which is also the default of `model.width`
 ASPECT_WEIGHT = 0.03  # a width of twice the preferred width counts as much as a size that is off by 3%
 LEAST_PARAMETERS, MOST_PARAMETERS = 1e5, 1e12
+WHOLE_MODEL = "whole model"  # what a peer with all layers holds, for people
 CONTEXT = 1024  # number of tokens in a training sequence if neither a config nor a flag sets it
 
 
@@ -79,4 +80,6 @@ def with_shape(run: Config, text: str, given: frozenset[str]) -> Config:
     tree["model"] |= shape_of(text, run.model.vocabulary) | ({} if "context" in given else {"context": CONTEXT})
     if "micro_batch" not in run.train.model_fields_set:
         tree["train"] |= {"micro_batch": "auto"}
+    if "accumulate" not in run.train.model_fields_set:
+        del tree["train"]["accumulate"]  # so that the new config does not say that the user has set it
     return validated(tree)

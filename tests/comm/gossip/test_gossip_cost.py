@@ -9,6 +9,7 @@ from decentral.comm.gossip.gossip_cost import (
     CoresUsed,
     GossipCost,
     GossipTraffic,
+    Stretch,
 )
 from decentral.peers.runtime.traffic import QUESTION_BYTES
 
@@ -249,3 +250,19 @@ def test_load_that_others_put_on_the_network_does_not_stretch_windows_ever_more(
         cost.measured(CoresUsed(5.0, 20.0, network_s), gossip_alone=True, gossip=work)
         times = min(1024, cost.windows(WINDOW_S, 4, SHARE))
     assert times <= 4
+
+
+@pytest.mark.parametrize("needed", [18.0, 25.0, 30.0])
+def test_a_length_that_follows_from_the_first_measurements_does_not_stay(needed: float) -> None:
+    """Five homes of 125 M needed 25 s, and their first slow uploads said 60: chance decided between 32 and 64 s."""
+    slow_first, fast_first = Stretch(), Stretch()
+    slow_first.fit(60.0)
+    fast_first.fit(10.0)
+    assert slow_first.fit(needed) == fast_first.fit(needed) == 32
+
+
+def test_a_length_stays_while_the_need_wavers_around_it() -> None:
+    stretch = Stretch()
+    assert {stretch.fit(needed) for needed in (30.5, 34.0, 31.0, 35.0, 30.5)} == {32}
+    stretch.fit(36.0)
+    assert {stretch.fit(needed) for needed in (30.5, 34.0, 31.0, 35.0, 30.5)} == {64}

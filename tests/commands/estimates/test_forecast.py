@@ -5,7 +5,7 @@ import pytest
 
 from decentral.commands.estimates.estimating import held
 from decentral.commands.estimates.forecast import BYTES_RANGE, between_codes, between_windows
-from decentral.commands.estimates.peer_devices import with_micro_batch
+from decentral.commands.estimates.peer_devices import STEP_SEQUENCES, with_micro_batch
 from decentral.commands.estimates.places import MBIT, groups_of, topology_of
 from decentral.commands.estimates.playing import Rates
 from decentral.commands.estimates.sizes import with_shape
@@ -66,15 +66,23 @@ def test_no_case_has_more_bytes_than_the_link_carries() -> None:
         ([(0, 4), (0, 0)], "1 of 2 peers: whole model"),
         ([(0, 1), (1, 4), (0, 0)], "2 of 3 peers: 1 to 3 of 4 layers"),
         ([(0, 2), (2, 4)], "2 of 4 layers"),
-        ([(0, 0)], "0 of 4 layers"),
+        ([(0, 0)], "nothing"),
     ],
 )
 def test_it_is_said_which_part_of_the_model_peers_hold(spans: list[tuple[int, int]], said: str) -> None:
     assert held(config.load(None), spans) == said
 
 
-def test_peers_that_hold_parts_step_with_as_many_sequences_as_they_have_room_for() -> None:
-    """An optimizer step takes as long for few sequences as for many, so small micro-batches train slowly."""
-    run = with_shape(config.load(None), "1B", frozenset())
-    for peers, sequences in (("8xH100 lab", 16), ("4x3080 lab", 4), ("2x3080 lab", 1)):
-        assert with_micro_batch(run, groups_of(peers)).train.micro_batch == sequences
+@pytest.mark.parametrize(
+    ("peers", "sequences"), [("8xH100 lab", 16), ("4x4090 lab", 4), ("4x4090 lab, 3060 lab", 4), ("4x3080 lab", 1)]
+)
+def test_steps_have_as_many_sequences_whatever_memory_devices_have(peers: str, sequences: int) -> None:
+    """An optimizer step takes as long for few sequences as for many, so another card must not make the others slow."""
+    found = with_micro_batch(with_shape(config.load(None), "1B", frozenset()), groups_of(peers)).train
+    assert (found.micro_batch, found.accumulate) == (sequences, STEP_SEQUENCES // sequences)
+
+
+def test_micro_batches_in_a_step_are_as_many_as_the_user_has_set() -> None:
+    run = config.load(None, ["train.accumulate=2"])
+    found = with_micro_batch(with_shape(run, "1B", frozenset()), groups_of("4x4090 lab")).train
+    assert found.accumulate == 2

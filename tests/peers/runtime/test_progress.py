@@ -80,6 +80,16 @@ def test_it_stops_after_steps() -> None:
     assert [bool(stops(progress.handle(step(n), 100.0 + n / 10))) for n in (1, 2, 3)] == [False, False, True]
 
 
+def test_a_resumed_peer_counts_the_steps_since_this_start() -> None:
+    """So do tokens and seconds: an earlier process's work must not end this one at its first step."""
+    progress = training("3steps")
+    told = [bool(stops(progress.handle(step(n), 100.0 + n - 600))) for n in (601, 602, 603)]
+    assert told == [False, False, True]
+    goal = progress.towards_goal(104.0)
+    assert goal is not None
+    assert goal.done == 3
+
+
 def test_it_stops_after_tokens() -> None:
     progress = training("150tokens")
     assert [bool(stops(progress.handle(step(n), 100.0 + n / 10))) for n in (1, 2, 3)] == [False, False, True]

@@ -128,3 +128,15 @@ def test_a_lock_with_the_same_inode_in_another_file_system_hides_no_peer(machine
     machine.locked(one, 71)
     machine.locked(one, 99)  # this row is of another user's process, with a file of the same number in /dev/shm
     assert running_peers(machine.proc) == [RunningPeer(71, os.geteuid(), BOOTED + 9, one)]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["--name", "ann"], "ann"), (["--name=bob"], "bob"), (["--name", "ann", "--name", "carl"], "carl"), ([], "")],
+)
+def test_a_peer_s_name_is_in_its_command(machine: Machine, words: list[str], name: str) -> None:
+    one = machine.peer("one")
+    machine.process(71, *PEER, *words, opens=one)
+    machine.locked(one, 71)
+    (found,) = running_peers(machine.proc)
+    assert found.name == name
