@@ -194,7 +194,7 @@ class UpdateRule:
         """Return the name and length of each vector in `state`, in the order of `state`."""
         return {}
 
-    def state(self, theta: Tensor) -> dict[str, Tensor]:
+    def state(self, theta: Tensor) -> Mapping[str, Tensor]:
         """Return, by name, the vectors [n] that a checkpoint must store besides the weights `theta`."""
         return {}
 

@@ -109,7 +109,9 @@ class GossipedFragment:
         theta = tensors["theta"]
         for name in list(tensors):
             yield f"{self.index}.{name}", tensors.pop(name)
-        for name, tensor in self.rule.state(theta.cpu().float()).items():
+        state = self.rule.state(theta.cpu().float())
+        del theta
+        for name, tensor in state.items():
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Generator[Phase, None, bool]:

@@ -31,6 +31,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import OuterKernels, TorchKernels
+from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.rank_place import Split
@@ -321,21 +324,28 @@ def build_whole(run: config.Config, device: torch.device) -> BuiltReplica:
 
 
 @flushed_denormals()
-def follow(island: Island, assignment: Assignment, device: Device) -> BuiltReplica:
+def follow(island: Island, assignment: Assignment, device: Device, kernels: OuterKernels | None = None) -> BuiltReplica:
     """Carry out the orders of rank 0 until it finishes, and return the trained model.
 
     Args:
         island: This rank of the island.
         assignment: The run and the peer, from rank 0.
         device: This rank's device.
+        kernels: Compute the gossip of the fragments that this rank owns; None means plain torch.
 
     Raises:
         RuntimeError: If another rank dies or hangs, or the device fails.
         UserError: If the run's data cannot be read on this machine.
     """
-    from decentral.engine import sharded  # imported here, since it loads DTensor (60 MB), for islands only
+    from decentral.engine import (  # imported here, since they load DTensor (60 MB), for islands only
+        owned_rules,
+        sharded,
+    )
 
     run = assignment.run
+    if island.sharded:
+        tools = RuleTools(blockwise, kernels or TorchKernels(blockwise), optimizer=run.train.optimizer)
+        island.shards.owner = owned_rules.OwnedRules(run.gossip, assignment.peer, tools, island.shards)
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
     island.wrap(replica)
     counters = Counters()

@@ -150,21 +150,20 @@ class ShardedLive(Live):
             self._everywhere(Order.PUT, names.index(name))
 
     def copy_out(self, buffer: Callable[[], Tensor]) -> Arrive:
-        """Copy theta to host memory on each rank; return a function that gathers the parts into a new vector."""
+        """Take a `snapshot`, which the fragment's owner gathers; return a function that returns an empty vector."""
         self.snapshot()
-        return lambda: self.ranks.shards.gather(self.fragment.index, Slot.SNAPSHOT)
+        return lambda: torch.empty(0)
 
     def snapshot(self) -> None:
         """Copy theta to `Slot.SNAPSHOT` on each rank, between two steps."""
         self._everywhere(Order.LIFT, -1)
 
     def copy_in(self, vector: Tensor) -> Tensor:
-        """Give each rank its part of a correction [n], which `add` will add, and return an empty vector."""
-        self.ranks.shards.scatter(self.fragment.index, Slot.CORRECTION, vector)
-        return vector.new_empty(0)
+        """Return the empty vector: the fragment's owner has given each rank its part of the correction."""
+        return vector
 
     def add(self, correction: Tensor) -> None:
-        """Add to theta, on each rank, the part of a correction that `copy_in` has given it."""
+        """Add to theta, on each rank, the part of a correction that the fragment's owner has given it."""
         self._everywhere(Order.ADD, 0)
 
     def _everywhere(self, order: Order, what: int) -> None:
@@ -180,7 +179,7 @@ class ShardedLive(Live):
         """
         host, name = self.ranks.shards.host, list(self.tensors())[max(0, what)]
         if order is Order.ADD:
-            part = host.get(self.fragment.index, Slot.CORRECTION, take=True).to(self.theta.device)
+            part = host.take(self.fragment.index, Slot.CORRECTION).to(self.theta.device)
             chance = self.chance("add")
             for own, piece in self._pieces(part):
                 round_stochastically(own.float() + piece, own, chance)
@@ -188,7 +187,7 @@ class ShardedLive(Live):
             slot = Slot.SNAPSHOT if what < 0 else _moved(name)
             host.put(self.fragment.index, slot, self._copied(name).float().cpu())
         elif order is Order.PUT:
-            self._overwrite(name, host.get(self.fragment.index, _moved(name), take=True))
+            self._overwrite(name, host.take(self.fragment.index, _moved(name)))
 
     def _copied(self, name: str) -> Tensor:
         if name == THETA:

@@ -51,9 +51,10 @@ class Span:
         self.fragments: list[Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         if device.ranks.sharded:
-            from decentral.engine.sharded_rule import ShardedGossip  # this loads DTensor, for islands only
+            from decentral.engine import owned_rules, sharded  # these load DTensor, for islands only
 
-            self.gossip = ShardedGossip(run.gossip, peer, tools)
+            assert isinstance(device.ranks, sharded.Orders), "an island has the parts"
+            self.gossip = owned_rules.OwnedGossip(run.gossip, peer, tools, device.ranks.shards)
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None

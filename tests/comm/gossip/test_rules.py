@@ -76,7 +76,7 @@ class Replica:
         return self.rule
 
     def state(self) -> dict[str, Tensor]:
-        return self.rule.state(self.live.theta)
+        return dict(self.rule.state(self.live.theta))
 
     def donate(self) -> Blob:
         packer = Packer(blockwise)
