@@ -279,7 +279,9 @@ def test_ranks_that_share_a_model_train_like_one_process(folder: Path, alone: Fo
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
     for key, tensor in expected.items():
         apart = torch.linalg.vector_norm(found[key].double() - tensor)
-        assert apart <= 0.01 * torch.linalg.vector_norm(tensor.double()), key
+        # Rounding that differs in the last bit can flip a level of the window's 4-bit code, so `owed` differs by that.
+        most = 0.02 if key.endswith("owed") else 0.01
+        assert apart <= most * torch.linalg.vector_norm(tensor.double()), key
 
 
 def test_weights_in_bf16_stay_near_those_of_one_process(folder: Path, alone: Found) -> None:
