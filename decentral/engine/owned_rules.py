@@ -16,7 +16,7 @@ from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip.pull_rule import STATE_VECTORS, PullRule, codecs_of, slices_of
 from decentral.comm.gossip.update_rules import Correction, PartnerWindow, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
-from decentral.core.fragments import Section
+from decentral.core.fragments import Layout, Section
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, PartnerWork
 from decentral.engine.fragment import Live
@@ -85,8 +85,13 @@ class OwnedRules:
         self._rules[fragment].encode(packer, names)
         return Packed(packer.sections, packer.parts)
 
-    def add_window(self, fragment: int, one: Contribution) -> None:
-        """Check a partner's window, and keep it for the next merge. Raises ProtocolError if a codec refuses it."""
+    def add_window(self, fragment: int, peer: PeerId, tokens: int, layout: Layout, blob: Tensor) -> None:
+        """Check a partner's window (`Contribution`), and keep it for the next merge. `blob`: its bytes, uint8.
+
+        Raises:
+            ProtocolError: If a codec refuses a section.
+        """
+        one = Contribution(peer, tokens, layout, blob.numpy().tobytes())
         self._windows.setdefault(fragment, {})[one.peer] = self._rules[fragment].partner_window(one)
 
     def merge(self, fragment: int, partners: Sequence[PeerId], steps: int) -> MergeResult:
@@ -182,7 +187,8 @@ class OwnedRule(UpdateRule):
         Raises:
             ProtocolError: If a codec refuses a section.
         """
-        self._call("add_window", Contribution(one.peer, one.tokens, one.layout, bytes(one.blob)))
+        blob = torch.frombuffer(bytearray(one.blob), dtype=torch.uint8)
+        self._call("add_window", one.peer, one.tokens, one.layout, blob)
         return PartnerWindow(one.peer, one.tokens, {})
 
     def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
@@ -214,7 +220,7 @@ class OwnedRule(UpdateRule):
     def load(self, theta: Tensor, state: Mapping[str, Tensor]) -> None:
         """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta."""
         self.live.snapshot()
-        vectors = [state[name] for name in STATE_VECTORS] if state else []
+        vectors = [state[name].float() for name in STATE_VECTORS] if state else []
         self._call("load", *vectors, meanwhile=self._give_snapshot)
 
     def donate(self, live: Live, packer: Packer) -> None:

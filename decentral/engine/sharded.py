@@ -16,6 +16,7 @@ rank for that.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -40,9 +41,7 @@ from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
 
 THETA = "theta"
-SECOND = (
-    "exp_avg_sq"  # AdamW's second moments: the only tensor that has no elements for the stretch optimizer's matrices
-)
+SLOTS = {THETA: Slot.THETA, "exp_avg": Slot.FIRST, "exp_avg_sq": Slot.SECOND}  # by name of the tensor
 
 
 @runtime_checkable
@@ -117,20 +116,21 @@ class ShardedLive(Live):
     def mark_changed(self, *names: str) -> None:
         """Do nothing: no rank has a copy of another rank's part."""
 
-    def whole(self) -> dict[str, Tensor]:
-        """Gather theta and optimizer state from all ranks, and return them by name, in host memory."""
-        found = {}
-        for place, (name, tensor) in enumerate(self.tensors().items()):
-            self._everywhere(Order.LIFT, place)
-            found[name] = self.ranks.shards.gather(self.fragment.index, _moved(name)).to(tensor.dtype)
-        return found
+    def copied(self, room: CopyMemory) -> dict[str, Arrive]:
+        """Copy theta and optimizer state to host memory on each rank, between two steps.
 
-    def copied(self, room: CopyMemory) -> dict[str, Tensor]:
-        """Return the result of `whole`; its vectors are new, so they need no copy."""
-        return self.whole()
+        Returns:
+            By name, the function that gathers a whole vector in host memory.
+        """
+        for place in range(len(self.tensors())):
+            self._everywhere(Order.LIFT, place)
+        return {name: partial(self._gathered, name) for name in self.tensors()}
+
+    def _gathered(self, name: str) -> Tensor:
+        return self.ranks.shards.gather(self.fragment.index, SLOTS[name]).to(self.tensors()[name].dtype)
 
     def shapes(self) -> dict[str, Tensor]:
-        """Return the tensors that `whole` returns, on the meta device."""
+        """Return the tensors that `copied` copies, on the meta device."""
         return {
             name: torch.empty(self._division(name).elements, dtype=tensor.dtype, device="meta")
             for name, tensor in self.tensors().items()
@@ -146,7 +146,7 @@ class ShardedLive(Live):
         for name, value in values.items():
             if value.numel() != self._division(name).elements:
                 raise ValueError(f"{name} has {value.numel()} elements; expected {self._division(name).elements}")
-            self.ranks.shards.scatter(self.fragment.index, _moved(name), value.cpu().float())
+            self.ranks.shards.scatter(self.fragment.index, SLOTS[name], value.cpu().float())
             self._everywhere(Order.PUT, names.index(name))
 
     def copy_out(self, buffer: Callable[[], Tensor]) -> Arrive:
@@ -184,10 +184,10 @@ class ShardedLive(Live):
             for own, piece in self._pieces(part):
                 round_stochastically(own.float() + piece, own, chance)
         elif order is Order.LIFT:
-            slot = Slot.SNAPSHOT if what < 0 else _moved(name)
+            slot = Slot.SNAPSHOT if what < 0 else SLOTS[name]
             host.put(self.fragment.index, slot, self._copied(name).float().cpu())
         elif order is Order.PUT:
-            self._overwrite(name, host.take(self.fragment.index, _moved(name)))
+            self._overwrite(name, host.take(self.fragment.index, SLOTS[name]))
 
     def _copied(self, name: str) -> Tensor:
         if name == THETA:
@@ -209,11 +209,7 @@ class ShardedLive(Live):
         return list(zip(parts, views(vector, [one.shape for one in parts]), strict=True))
 
     def _division(self, name: str) -> Division:
-        return self.ranks.shards.division(self.fragment.index, _moved(name))
-
-
-def _moved(name: str) -> Slot:
-    return Slot.MOVED_SECOND if name == SECOND else Slot.MOVED
+        return self.ranks.shards.division(self.fragment.index, SLOTS[name])
 
 
 def _part(tensor: Tensor) -> Tensor:

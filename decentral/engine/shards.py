@@ -50,8 +50,10 @@ class Slot(IntEnum):
 
     SNAPSHOT = 0  # theta at the end of a window
     CORRECTION = 1
-    MOVED = 2  # a tensor on its way between a checkpoint and the device
-    MOVED_SECOND = 3  # as MOVED, but for a tensor of AdamW's second moments, which Muon's matrices lack
+    # Tensors on their way between a checkpoint and the device.
+    THETA = 2
+    FIRST = 3  # first moments, with Muon's momenta
+    SECOND = 4  # AdamW's second moments, which Muon's matrices lack
 
 
 class _Request(IntEnum):
@@ -153,7 +155,7 @@ class Owner(Protocol):
     """Interface of the work of a fragment's owner; `OwnedRules` implements it."""
 
     def work(self, fragment: int, what: str, arguments: Sequence[object]) -> object:
-        """Do the work `what`, the name of a method, and return its result, which may be an fp32 vector."""
+        """Do the work `what`, the name of a method, and return its result, which may be a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,14 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Vector:
-    """The answer of an owner that sends a vector next."""
+    """A vector that comes next."""
 
     elements: int
+    dtype: torch.dtype
+
+
+def _like(vector: Tensor) -> _Vector:
+    return _Vector(vector.numel(), vector.dtype)
 
 
 class Shards:
@@ -188,7 +195,7 @@ class Shards:
 
     def division(self, fragment: int, slot: Slot) -> Division:
         """Return the division of the fragment's vectors in this slot."""
-        return self.divisions[fragment][slot is Slot.MOVED_SECOND]
+        return self.divisions[fragment][slot is Slot.SECOND]
 
     def owner_of(self, fragment: int) -> int:
         """Return the rank that owns a fragment."""
@@ -239,9 +246,9 @@ class Shards:
         """Send a vector to another rank, which receives it."""
         dist.send(vector, rank, self.group)
 
-    def receive(self, elements: int, rank: int) -> Tensor:
-        """Return the fp32 vector [elements] that another rank sends."""
-        vector = torch.empty(elements)
+    def receive(self, elements: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the vector [elements] that another rank sends."""
+        vector = torch.empty(elements, dtype=dtype)
         dist.recv(vector, rank, self.group)
         return vector
 
@@ -253,7 +260,7 @@ class Shards:
         Args:
             fragment: The fragment.
             what: The work (`Owner.work`).
-            arguments: The arguments of the work; fp32 vectors must come last.
+            arguments: The arguments of the work; vectors in host memory must come last.
             meanwhile: If another rank is the owner: sends or receives the parts that the work gathers or scatters.
 
         Raises:
@@ -266,17 +273,17 @@ class Shards:
         vectors = [one for one in arguments if isinstance(one, Tensor)]
         others = arguments[: len(arguments) - len(vectors)]
         self._ask(owner, _Request.CALL, fragment)
-        dist.send_object_list([(what, others, [one.numel() for one in vectors])], owner, self.group)
+        dist.send_object_list([(what, others, [_like(one) for one in vectors])], owner, self.group)
         for one in vectors:
-            self.send(one.float(), owner)
+            self.send(one, owner)
         meanwhile()
         answer: list[object] = [None]
         dist.recv_object_list(answer, owner, self.group)
         match answer[0]:
             case _Refused(reason, detail):
                 raise ProtocolError(reason, detail)
-            case _Vector(elements):
-                return self.receive(elements, owner)
+            case _Vector(elements, dtype):
+                return self.receive(elements, owner, dtype)
         return answer[0]
 
     def start(self) -> None:
@@ -312,17 +319,18 @@ class Shards:
             case _Request.CALL:
                 answer = self._answered(fragment)
                 vector = answer if isinstance(answer, Tensor) else None
-                dist.send_object_list([answer if vector is None else _Vector(vector.numel())], 0, self.group)
+                dist.send_object_list([answer if vector is None else _like(vector)], 0, self.group)
                 if vector is not None:
                     self.send(vector, 0)
 
     def _answered(self, fragment: int) -> object:
         """Do the work that rank 0 has sent, and return the result. Any error but a refusal ends this process."""
-        asked: list[tuple[str, tuple[object, ...], list[int]]] = [("", (), [])]
+        asked: list[tuple[str, tuple[object, ...], list[_Vector]]] = [("", (), [])]
         dist.recv_object_list(asked, 0, self.group)
-        what, arguments, lengths = asked[0]
+        what, arguments, likes = asked[0]
         try:
-            return self._work(fragment, what, (*arguments, *(self.receive(length, 0) for length in lengths)))
+            vectors = [self.receive(like.elements, 0, like.dtype) for like in likes]
+            return self._work(fragment, what, (*arguments, *vectors))
         except ProtocolError as error:
             return _Refused(error.reason, error.detail)
         except Exception as error:  # whatever it is, rank 0 waits for an answer
