@@ -111,7 +111,7 @@ class PullRule(UpdateRule):
             ProtocolError: If a number is not finite.
         """
         self._end_unmerged()
-        kernels, codes = self.tools.kernels, self.thin_codecs if self.for_thin_link else self.sections
+        kernels, codes = self.tools.kernels, self.thin_codecs if window.thin else self.sections
         code = codes[PSEUDO_GRADIENT]
         residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
         blob, length = kernels.close(theta, baseline, residual, code)

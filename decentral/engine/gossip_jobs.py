@@ -8,7 +8,7 @@ update rules, one for each algorithm (`UpdateRule`).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -264,10 +264,9 @@ class FragmentGossip:
             if not at_edge:
                 yield Phase.EDGE
             gossiped.resting = False
-        window = gossiped.end_window()
+        window = replace(gossiped.end_window(), thin=job.thin)
         theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
-        gossiped.rule.for_thin_link = job.thin
         gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}

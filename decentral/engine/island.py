@@ -345,7 +345,7 @@ def follow(island: Island, assignment: Assignment, device: Device, kernels: Oute
     run = assignment.run
     if island.sharded:
         tools = RuleTools(blockwise, kernels or TorchKernels(blockwise), optimizer=run.train.optimizer)
-        island.shards.owner = owned_rules.OwnedRules(run.gossip, assignment.peer, tools, island.shards)
+        island.shards.own(owned_rules.OwnedRules(run.gossip, assignment.peer, tools, island.shards))
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
     island.wrap(replica)
     counters = Counters()

@@ -8,6 +8,7 @@ ranks in each window, and the ranks divide the memory and the work of gossip.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ class Packed:
 
     def unpack(self, packer: Packer) -> None:
         """Append the sections to a packer."""
-        packer.sections += self.sections
-        packer.parts += self.parts
+        for section, part in zip(self.sections, self.parts, strict=True):
+            packer.add_encoded(section.name, section.codec, section.elements, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class MergeResult:
 
 
 class OwnedRules:
-    """The gossip of the fragments that this rank owns; it implements `Owner`. `OwnedRule` on rank 0 calls its methods.
+    """The gossip of the fragments that this rank owns. `OwnedRule` on rank 0 calls its methods, by `Shards.call`.
 
     Vectors come and go through `Shards`, in the order in which the two call it.
     """
@@ -58,24 +59,19 @@ class OwnedRules:
         self._rules: dict[int, PullRule] = {}
         self._windows: dict[int, dict[PeerId, PartnerWindow]] = {}  # by fragment: windows that wait for their merge
         self._corrections: dict[int, Tensor] = {}  # by fragment: correction that `give_correction` scatters
-        self._states: dict[int, Mapping[str, Tensor]] = {}  # by fragment: vectors that `give` returns
+        self._states: dict[int, dict[str, Tensor]] = {}  # by fragment: vectors that `give` returns
 
-    def work(self, fragment: int, what: str, arguments: Sequence[object]) -> object:
-        """Call the method `what` with a fragment and the arguments, and return its result."""
-        return getattr(self, what)(fragment, *arguments)
-
-    def load(self, fragment: int, *state: Tensor) -> None:
+    def load(self, fragment: int, vectors: Sequence[Tensor] = ()) -> None:
         """Set the gossip state from theta's snapshot and STATE_VECTORS; without these, start with phi = theta."""
         theta = self.shards.gather(fragment, Slot.SNAPSHOT)
         if fragment not in self._rules:
             self._rules[fragment] = PullRule(self.gossip, theta.to("meta"), self.peer, self.tools)
-        self._rules[fragment].load(theta, dict(zip(STATE_VECTORS, state, strict=True)) if state else {})
+        self._rules[fragment].load(theta, dict(zip(STATE_VECTORS, vectors, strict=bool(vectors))))
 
-    def close(self, fragment: int, window: Window, thin: bool) -> Packed:
-        """Close a window; the weights are theta's snapshot. `thin`: whether to use the codecs for a thin link."""
+    def close(self, fragment: int, window: Window) -> Packed:
+        """Close a window; the weights are theta's snapshot."""
         theta = self.shards.gather(fragment, Slot.SNAPSHOT)
         rule, packer = self._rules[fragment], Packer(self.tools.codecs)
-        rule.for_thin_link = thin
         rule.close(theta, window, packer)
         return Packed(packer.sections, packer.parts)
 
@@ -85,12 +81,13 @@ class OwnedRules:
         self._rules[fragment].encode(packer, names)
         return Packed(packer.sections, packer.parts)
 
-    def add_window(self, fragment: int, peer: PeerId, tokens: int, layout: Layout, blob: Tensor) -> None:
-        """Check a partner's window (`Contribution`), and keep it for the next merge. `blob`: its bytes, uint8.
+    def add_window(self, fragment: int, peer: PeerId, tokens: int, layout: Layout, vectors: Sequence[Tensor]) -> None:
+        """Check a partner's window (`Contribution`), and keep it for the next merge. `vectors`: its bytes, uint8.
 
         Raises:
             ProtocolError: If a codec refuses a section.
         """
+        (blob,) = vectors
         one = Contribution(peer, tokens, layout, blob.numpy().tobytes())
         self._windows.setdefault(fragment, {})[one.peer] = self._rules[fragment].partner_window(one)
 
@@ -111,16 +108,14 @@ class OwnedRules:
         """Give each rank its part of the correction."""
         self.shards.scatter(fragment, Slot.CORRECTION, self._corrections.pop(fragment))
 
-    def keep_state(self, fragment: int, theta: Tensor) -> None:
+    def keep_state(self, fragment: int, vectors: Sequence[Tensor]) -> None:
         """Compute the vectors of a checkpoint, given the whole theta; `give` then returns them one by one."""
-        self._states[fragment] = dict(self._rules[fragment].state(theta))
+        (theta,) = vectors
+        self._states[fragment] = self._rules[fragment].state(theta)
 
     def give(self, fragment: int, name: str) -> Tensor:
         """Return a vector that `keep_state` has computed, and keep it no longer."""
-        state = dict(self._states.pop(fragment))
-        vector = state.pop(name)
-        self._states[fragment] = state
-        return vector
+        return self._states[fragment].pop(name)
 
     def slow_weights(self, fragment: int) -> Tensor:
         """Return the slow weights phi."""
@@ -133,7 +128,7 @@ class OwnedGossip(FragmentGossip):
     def __init__(self, gossip: GossipConfig, peer: PeerId, tools: RuleTools, shards: Shards) -> None:
         """Begin without fragments, and let rank 0 own some."""
         super().__init__(gossip, peer, tools)
-        shards.owner = OwnedRules(gossip, peer, tools, shards)
+        shards.own(OwnedRules(gossip, peer, tools, shards))
 
     def _rule(self, live: Live, drawn: bool) -> UpdateRule:
         assert isinstance(live, ShardedLive), "an island that shards has only parts of fragments"
@@ -154,15 +149,20 @@ class OwnedRule(UpdateRule):
         self.on_request = tuple(slices_of(self.elements, tools.codecs))
         self.load(absent, {})
 
-    def _call(self, what: str, *arguments: object, meanwhile: Callable[[], None] = lambda: None) -> object:
-        return self.shards.call(self.index, what, *arguments, meanwhile=meanwhile)
+    def _call(
+        self,
+        request: Callable[..., object],
+        vectors: Sequence[Tensor] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> object:
+        return self.shards.call(self.index, request, vectors, meanwhile)
 
     def _give_snapshot(self) -> None:
         self.shards.feed(self.index, Slot.SNAPSHOT)
 
     def _corrected(self) -> Correction:
         """Give each rank its part of the correction, for `ShardedLive.add`; return a correction without a vector."""
-        self._call("give_correction", meanwhile=lambda: self.shards.spread(self.index, Slot.CORRECTION))
+        self._call(OwnedRules.give_correction, meanwhile=lambda: self.shards.spread(self.index, Slot.CORRECTION))
         return Correction(torch.empty(0))
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
@@ -171,13 +171,13 @@ class OwnedRule(UpdateRule):
         Raises:
             ProtocolError: If a number is not finite.
         """
-        packed = self._call("close", window, self.for_thin_link, meanwhile=self._give_snapshot)
+        packed = self._call(partial(OwnedRules.close, window=window), meanwhile=self._give_snapshot)
         assert isinstance(packed, Packed), packed
         packed.unpack(packer)
 
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these slices of the slow weights phi."""
-        packed = self._call("encode", tuple(names))
+        packed = self._call(partial(OwnedRules.encode, names=tuple(names)))
         assert isinstance(packed, Packed), packed
         packed.unpack(packer)
 
@@ -188,19 +188,20 @@ class OwnedRule(UpdateRule):
             ProtocolError: If a codec refuses a section.
         """
         blob = torch.frombuffer(bytearray(one.blob), dtype=torch.uint8)
-        self._call("add_window", one.peer, one.tokens, one.layout, blob)
+        request = partial(OwnedRules.add_window, peer=one.peer, tokens=one.tokens, layout=one.layout)
+        self._call(request, [blob])
         return PartnerWindow(one.peer, one.tokens, {})
 
     def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
         """Take the outer step with the windows of these partners, and give the ranks the correction."""
-        result = self._call("merge", tuple(one.peer for one in partners), steps)
+        result = self._call(partial(OwnedRules.merge, partners=[one.peer for one in partners], steps=steps))
         assert isinstance(result, MergeResult), result
         self.left_out, self.work = result.left_out, result.work
         return self._corrected()
 
     def fold(self, theta: Tensor) -> Correction | None:
         """Add all unpublished training to phi, given a snapshot that all ranks have taken."""
-        return self._corrected() if self._call("fold", meanwhile=self._give_snapshot) else None
+        return self._corrected() if self._call(OwnedRules.fold, meanwhile=self._give_snapshot) else None
 
     def state_lengths(self) -> Mapping[str, int]:
         """Return the name and length of each vector in `state`."""
@@ -208,12 +209,12 @@ class OwnedRule(UpdateRule):
 
     def state(self, theta: Tensor) -> Mapping[str, Tensor]:
         """Return phi and `owed`, given the whole weights `theta`. Each vector comes from the owner when it is read."""
-        self._call("keep_state", theta)
+        self._call(OwnedRules.keep_state, [theta])
         return _State(self)
 
     def given(self, name: str) -> Tensor:
         """Return a vector of the owner's state, once."""
-        vector = self._call("give", name)
+        vector = self._call(partial(OwnedRules.give, name=name))
         assert isinstance(vector, Tensor), vector
         return vector
 
@@ -221,11 +222,11 @@ class OwnedRule(UpdateRule):
         """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta."""
         self.live.snapshot()
         vectors = [state[name].float() for name in STATE_VECTORS] if state else []
-        self._call("load", *vectors, meanwhile=self._give_snapshot)
+        self._call(OwnedRules.load, vectors, self._give_snapshot)
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""
-        phi = self._call("slow_weights")
+        phi = self._call(OwnedRules.slow_weights)
         assert isinstance(phi, Tensor), phi
         packer.add("phi", self.donated["phi"], phi)
 

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Condition, Thread
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -151,13 +150,6 @@ class HostParts:
             return part
 
 
-class Owner(Protocol):
-    """Interface of the work of a fragment's owner; `OwnedRules` implements it."""
-
-    def work(self, fragment: int, what: str, arguments: Sequence[object]) -> object:
-        """Do the work `what`, the name of a method, and return its result, which may be a vector."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Refused:
     """The answer of an owner that raised ProtocolError."""
@@ -190,12 +182,16 @@ class Shards:
         self.rank, self.ranks, self.group = rank, ranks, group
         self.host = HostParts()
         self.divisions: list[tuple[Division, Division]] = []
-        self.owner: Owner | None = None  # does this rank's work on fragments that it owns
+        self._owned: object = None
         self._thread = Thread(target=self._serve_all, name="shards", daemon=True)
 
     def division(self, fragment: int, slot: Slot) -> Division:
         """Return the division of the fragment's vectors in this slot."""
         return self.divisions[fragment][slot is Slot.SECOND]
+
+    def own(self, owned: object) -> None:
+        """Set the object whose methods do this rank's work on the fragments that it owns. Call it before `start`."""
+        self._owned = owned
 
     def owner_of(self, fragment: int) -> int:
         """Return the rank that owns a fragment."""
@@ -253,14 +249,19 @@ class Shards:
         return vector
 
     def call(
-        self, fragment: int, what: str, *arguments: object, meanwhile: Callable[[], None] = lambda: None
+        self,
+        fragment: int,
+        request: Callable[..., object],
+        vectors: Sequence[Tensor],
+        meanwhile: Callable[[], None],
     ) -> object:
         """Let a fragment's owner do some work, and return the result. Only rank 0 calls this.
 
         Args:
             fragment: The fragment.
-            what: The work (`Owner.work`).
-            arguments: The arguments of the work; vectors in host memory must come last.
+            request: A method of the object that `own` has set, as a function that can be pickled. It gets that object,
+                the fragment and, if there are any, `vectors`.
+            vectors: Vectors in host memory.
             meanwhile: If another rank is the owner: sends or receives the parts that the work gathers or scatters.
 
         Raises:
@@ -269,11 +270,9 @@ class Shards:
         """
         owner = self.owner_of(fragment)
         if owner == self.rank:
-            return self._work(fragment, what, arguments)
-        vectors = [one for one in arguments if isinstance(one, Tensor)]
-        others = arguments[: len(arguments) - len(vectors)]
+            return self._work(fragment, request, vectors)
         self._ask(owner, _Request.CALL, fragment)
-        dist.send_object_list([(what, others, [_like(one) for one in vectors])], owner, self.group)
+        dist.send_object_list([(request, [_like(one) for one in vectors])], owner, self.group)
         for one in vectors:
             self.send(one, owner)
         meanwhile()
@@ -325,21 +324,19 @@ class Shards:
 
     def _answered(self, fragment: int) -> object:
         """Do the work that rank 0 has sent, and return the result. Any error but a refusal ends this process."""
-        asked: list[tuple[str, tuple[object, ...], list[_Vector]]] = [("", (), [])]
+        asked: list[tuple[Callable[..., object], list[_Vector]]] = [(print, [])]
         dist.recv_object_list(asked, 0, self.group)
-        what, arguments, likes = asked[0]
+        ((request, likes),) = asked
         try:
-            vectors = [self.receive(like.elements, 0, like.dtype) for like in likes]
-            return self._work(fragment, what, (*arguments, *vectors))
+            return self._work(fragment, request, [self.receive(like.elements, 0, like.dtype) for like in likes])
         except ProtocolError as error:
             return _Refused(error.reason, error.detail)
         except Exception as error:  # whatever it is, rank 0 waits for an answer
             print(f"error: rank {self.rank} ends: {error_text(error, None)}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _work(self, fragment: int, what: str, arguments: tuple[object, ...]) -> object:
-        assert self.owner is not None, "a rank that shards has its owner's work"
-        return self.owner.work(fragment, what, arguments)
+    def _work(self, fragment: int, request: Callable[..., object], vectors: Sequence[Tensor]) -> object:
+        return request(self._owned, fragment, vectors=vectors) if vectors else request(self._owned, fragment)
 
     def _ask_others(self, kind: _Request, fragment: int, slot: Slot, rank: int) -> None:
         """Send a request to all ranks but rank 0 and the rank `rank`, with which they exchange a part."""

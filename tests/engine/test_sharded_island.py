@@ -313,7 +313,7 @@ def test_ranks_without_the_folder_of_the_initial_weights_await_those_of_other_pe
     built = BuiltReplica(run, [], Inner([], run.train), Chain([]))
     monkeypatch.setattr(sharded, "build", lambda *_: built)
     ranks: Any = SimpleNamespace(rank=0, size=2, split=Split.PARTS, sharded=True)
-    ranks.shards, ranks.tell, ranks.take = SimpleNamespace(), print, print
+    ranks.shards, ranks.tell, ranks.take = SimpleNamespace(own=print), print, print
     tools = RuleTools(blockwise, TorchKernels(blockwise))
     span = Span(run, PeerId("A"), tools, Device(CPU, torch.float32, ranks=ranks))
     assert not sharded.draws(model)
