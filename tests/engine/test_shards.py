@@ -54,9 +54,9 @@ def test_owners_have_about_as_many_parameters_each_and_rank_0_fewer(fragments: l
     assert loads[0] == pytest.approx(max(0.0, min(loads[1:]) - published), abs=max(fragments))
 
 
-def test_rank_0_of_two_owns_a_part_and_that_of_four_nothing() -> None:
-    assert shards.owners_of([1] * 10, 2).count(0) == 3
-    assert shards.owners_of([1] * 10, 4).count(0) == 0
+def test_rank_0_owns_fewer_fragments_than_the_other_ranks() -> None:
+    owned = {ranks: shards.owners_of([1] * 24, ranks) for ranks in (2, 4, 8)}
+    assert {ranks: owners.count(0) for ranks, owners in owned.items()} == {2: 9, 4: 2, 8: 0}
 
 
 def test_a_rank_is_counted_with_what_it_takes_of_a_large_model_s_memory() -> None:
@@ -66,4 +66,4 @@ def test_a_rank_is_counted_with_what_it_takes_of_a_large_model_s_memory() -> Non
     count = len(whole.fragments)
     parameters = sum(one.parameters for one in whole.fragments)
     claims = [memory.part_of(whole, run, ranks).span_bytes(0, count) / parameters for ranks in (2, 4)]
-    assert claims == [pytest.approx(16.8, rel=0.01), pytest.approx(12.1, rel=0.01)]
+    assert claims == [pytest.approx(15.8, rel=0.01), pytest.approx(10.6, rel=0.01)]
