@@ -340,6 +340,8 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
         if tensor:
             _divide_matrices(layer, mesh)
         else:
+            for part in _gathered_apart(layer, run, device):
+                fully_shard(part, mesh=mesh)
             fully_shard(layer, mesh=mesh)
         found[number] = layer
     layers = [found[number] for number in sorted(found)]
@@ -348,14 +350,25 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
     root = LossModule(layers, chain)
     if not tensor:
         fully_shard(root, mesh=mesh)
-    for layer in layers:
-        if isinstance(layer, FSDPModule) and device.type == "cpu":
-            # Gather no layer ahead in the backward pass: it takes memory, and the processor has no time to spare.
-            layer.set_modules_to_backward_prefetch([layer])
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and device.type == "cpu":
+            # Gather nothing ahead in the backward pass: it takes memory, and the processor has no time to spare.
+            module.set_modules_to_backward_prefetch([module])
     replica = BuiltReplica(run, layers, ShardedInner(lives, run.train, ranks.rank), ShardedForward(chain, root))
     ranks.take(lives, replica.forward)
     ranks.shards.start()
     return replica
+
+
+def _gathered_apart(layer: nn.Module, run: config.Config, device: torch.device) -> list[nn.Module]:
+    """Return the modules of a layer whose weights FSDP2 gathers apart from the layer's other weights.
+
+    On a CPU these are a block's attention and feed-forward: each rank then needs memory for the whole weights and
+    gradients of one of them, not of both. GPUs work faster with fewer and larger transfers.
+    """
+    if device.type != "cpu" or run.model.layers is not None:
+        return []
+    return [child for child in layer.children() if any(True for _ in child.children())]
 
 
 def _divide_matrices(layer: nn.Module, mesh: DeviceMesh) -> None:
