@@ -262,6 +262,7 @@ class ShardedMuon:
         if wholes:
             muon_step(updates, wholes, wholes, rate, 0.0)
             scratch.free()
+        del wholes  # they are momenta no longer, and the exchange takes memory
         torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
         torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
 

@@ -29,7 +29,7 @@ from decentral.core.plain_text import error_text
 PART_S = 600.0  # a part that does not come to host memory within this time shows that another thread or rank has failed
 # Rank 0 has the windows that this peer and its partners publish. They take as much memory as the gossip state of
 # fragments with this share of all parameters, so rank 0 owns fewer fragments.
-PUBLISHED_SHARE = 0.3
+PUBLISHED_SHARE = 0.2
 
 
 class Order(IntEnum):
