@@ -283,6 +283,10 @@ class ShardedInner(Inner):
         super().__init__(lives, train)
         self._counts = [rank == 0 or cut.dim is not None for live in lives for cut in live.cuts]
 
+    def _frees_memory(self, passes_s: float) -> bool:
+        """Return whether the model is large: its ranks need what they can spare, since each has layers in full too."""
+        return self._large
+
     def _norm(self, norms: Tensor) -> Tensor:
         squares = (norms.square() * torch.tensor(self._counts, device=norms.device)).sum()
         dist.all_reduce(squares)
