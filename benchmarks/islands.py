@@ -152,7 +152,8 @@ def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], 
         assert assignment is not None
         heap.give_back_what_is_freed(ranks)
         before = _without_model()
-        follow(island, assignment, Device(CPU, torch.float32, ranks=island))
+        kernels, _ = best_kernels(CPU, blockwise)
+        follow(island, assignment, Device(CPU, torch.float32, ranks=island), kernels)
     else:
         before = _lead(island, split, config.load(None, overrides), folder)
     (folder / f"rank-{rank}").write_text(json.dumps([resident("VmHWM"), resident("RssFile"), before]))

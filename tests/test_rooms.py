@@ -94,7 +94,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.rounds": "synchronous_rule",
         "engine": (
             "accelerator checkpoint compute device_check fragment gossip_jobs inner island launch layer_times "
-            "look_ahead measure memory muon optimizers sharded sharded_rule shards span stage_runner step tensor_file"
+            "look_ahead measure memory muon optimizers owned_rules sharded shards span stage_runner step tensor_file"
         ),
         "serving": "decoding loaded_model replicas",
         "sim": "fault_injector liars real_training surrogate surrogate_model sweep",

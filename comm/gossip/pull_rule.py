@@ -34,7 +34,7 @@ from decentral.comm.gossip.update_rules import (
 )
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import GossipConfig
-from decentral.core.fragments import LARGE_ELEMENTS
+from decentral.core.fragments import LARGE_ELEMENTS, Section
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, PartnerWork
 from decentral.engine.fragment import Live
@@ -44,6 +44,21 @@ PSEUDO_GRADIENT = "pseudo_gradient"
 ROUNDING = 1e-6
 # After a merge, the live weights keep this share of what a sparse window has not sent (docs/results/convergence.md).
 UNSENT_KEPT = 0.25
+
+
+STATE_VECTORS = "phi", "owed"  # the vectors of `PullRule.state`
+
+
+def codecs_of(gossip: GossipConfig) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return a window's sections with their codecs: the usual ones, and those for a thin link."""
+    automatic = gossip.code == "auto"
+    usual = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if automatic else gossip.code}
+    return usual, {PSEUDO_GRADIENT: ONE_BIT_CODEC} if automatic else {}
+
+
+def slices_of(elements: int, codecs: Codecs) -> dict[Section, slice]:
+    """Return the sections of slow weights with this number of elements, which are sent on request."""
+    return sliced("phi", SLOW_WEIGHTS_CODEC, elements, codecs)
 
 
 class PullRule(UpdateRule):
@@ -61,9 +76,6 @@ class PullRule(UpdateRule):
     window's training, of which small numbers would be lost; they are kept in bf16, which takes a byte more for each.
     """
 
-    rounds_residual = True
-    """Whether this object rounds the residuals of large fragments."""
-
     donated: Mapping[str, str] = {"phi": "fp32"}
     weights_section = "phi"
     donates_live = False
@@ -71,15 +83,13 @@ class PullRule(UpdateRule):
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         """Create the rule with phi = theta; if theta is on the meta device, call `load` or `adopt` next."""
         super().__init__(gossip, theta, peer, tools)
-        self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
-        self.thin_codecs = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
+        self.sections, self.thin_codecs = codecs_of(gossip)
         self.unsent_kept = 0.0  # share of the residual that the next merge leaves in the live weights
         self.phi = tools.vector(self.elements)
-        slices = sliced("phi", SLOW_WEIGHTS_CODEC, self.elements, tools.codecs)
+        slices = slices_of(self.elements, tools.codecs)
         self.on_request = tuple(slices)
         self.slices = {section.name: part for section, part in slices.items()}  # of phi, by name of the section
         self.is_large = self.elements >= LARGE_ELEMENTS
-        self._rounds = self.rounds_residual and self.is_large
         self.may_round = False  # whether the newest window's residual may be rounded to int8
         self._baseline: Tensor | None = None  # None: the baseline is computed from phi and the residuals
         self._residual: Tensor | bytes | None = None  # bytes: in int8; None: zero, or included in the baseline
@@ -101,7 +111,7 @@ class PullRule(UpdateRule):
             ProtocolError: If a number is not finite.
         """
         self._end_unmerged()
-        kernels, codes = self.tools.kernels, self.thin_codecs if self.for_thin_link else self.sections
+        kernels, codes = self.tools.kernels, self.thin_codecs if window.thin else self.sections
         code = codes[PSEUDO_GRADIENT]
         residual, baseline = self.tools.vector(self.elements).zero_(), self.baseline
         blob, length = kernels.close(theta, baseline, residual, code)
@@ -138,7 +148,7 @@ class PullRule(UpdateRule):
 
     @baseline.setter
     def baseline(self, vector: Tensor) -> None:
-        self._baseline = None if self._rounds and vector is self.phi else vector
+        self._baseline = None if self.is_large and vector is self.phi else vector
 
     @property
     def residual(self) -> Tensor | None:
@@ -147,7 +157,7 @@ class PullRule(UpdateRule):
 
     @residual.setter
     def residual(self, vector: Tensor | None) -> None:
-        if vector is None or not self._rounds:
+        if vector is None or not self.is_large:
             self._residual = vector
         elif self.may_round:
             self._residual = self.tools.codecs.encode(SLOW_WEIGHTS_CODEC, vector)
@@ -231,7 +241,7 @@ class PullRule(UpdateRule):
         self.residual, correction = None, torch.sub(self.phi, theta, out=owed)
         # If theta equals phi up to rounding: a stored baseline keeps the tiny difference, else the next window has it.
         equal = float(torch.linalg.vector_norm(correction)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi))
-        self.baseline = self.phi if self._rounds else theta if equal else theta.add_(correction)
+        self.baseline = self.phi if self.is_large else theta if equal else theta.add_(correction)
         return None if equal else Correction(correction)
 
     def _end_unmerged(self) -> None:
@@ -259,7 +269,7 @@ class PullRule(UpdateRule):
 
     def _end_window(self, rho: float = 0.0) -> None:
         """Let the baseline include the residual of the closed window. `rho`: share of the correction applied."""
-        if self._rounds and rho == 1.0:  # the baseline is phi now, less the share that `_keep_unsent` has taken
+        if self.is_large and rho == 1.0:  # the baseline is phi now, less the share that `_keep_unsent` has taken
             if self.unsent_kept:
                 self.residual = self._error() * (1.0 - self.unsent_kept)
             self.baseline = self.phi
@@ -278,7 +288,7 @@ class PullRule(UpdateRule):
 
     def state_lengths(self) -> Mapping[str, int]:
         """Return the name and length of each vector in `state`."""
-        return dict.fromkeys(("phi", "owed"), self.elements)
+        return dict.fromkeys(STATE_VECTORS, self.elements)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """Return phi and `owed`, the training that no window has published yet, given the weights `theta`.
@@ -299,7 +309,7 @@ class PullRule(UpdateRule):
         if "phi" in state:
             self.phi.copy_(state["phi"])
             baseline = self.tools.vector(self.elements).copy_(theta).add_(state["owed"])
-            if self._rounds and OPTIMIZERS[self.tools.optimizer].takes_all:
+            if self.is_large and OPTIMIZERS[self.tools.optimizer].takes_all:
                 self.may_round = False  # bf16 loses less of it
                 self.baseline, self.residual = self.phi, baseline.sub_(self.phi)
             else:

@@ -49,6 +49,7 @@ class Window:
 
     tokens: int
     steps: int  # total number of steps that this peer had taken by the window's end
+    thin: bool = False  # whether `close` uses `thin_codecs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,6 @@ class UpdateRule:
 
     thin_codecs: Mapping[str, str] = {}
     """Other codecs, for a thin link, of sections that `close` packs."""
-
-    for_thin_link: bool = False
-    """Whether the next `close` uses `thin_codecs`."""
 
     on_request: Layout = ()
     """The sections that `encode` packs only when a partner asks for them."""
@@ -194,7 +192,7 @@ class UpdateRule:
         """Return the name and length of each vector in `state`, in the order of `state`."""
         return {}
 
-    def state(self, theta: Tensor) -> dict[str, Tensor]:
+    def state(self, theta: Tensor) -> Mapping[str, Tensor]:
         """Return, by name, the vectors [n] that a checkpoint must store besides the weights `theta`."""
         return {}
 

@@ -29,7 +29,7 @@ class Algorithm:
     full_merge_memory_bytes: int = 0
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     synchronous: bool = False  # whether all peers take each step together, with all peers' gradients (comm/rounds)
-    # "module:name" of the FragmentGossip whose vectors are divided over the devices of a peer (engine/sharded_rule.py).
+    # "module:name" of the FragmentGossip of which each device of a peer owns some fragments (engine/owned_rules.py).
     # Without such a class, the devices cannot divide the model.
     sharded: str = ""
     limits_partners: bool = (
@@ -103,7 +103,7 @@ ALGORITHMS = {
             memory_bytes=16,  # 12 in fp32 vectors, 4 in our snapshot and its encoded answers
             large_memory_bytes=12,  # 10 in vectors, since one is int8 or bf16; 2 in our snapshot with the slow weights
             full_merge_memory_bytes=9,  # 4 in an fp32 vector, 3 in two residuals (int8: 2, bf16: 4); 2 in our snapshot
-            sharded="decentral.engine.sharded_rule:ShardedGossip",
+            sharded="decentral.engine.owned_rules:OwnedGossip",
             limits_partners=True,
             is_estimated=True,
         ),

@@ -189,6 +189,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
                     if not finite(tensor):
                         raise ProtocolError(Reason.NAN, f"tensor {name} has a number that is not finite")
                     file.add(name, tensor)
+                    del tensor  # the next one may be a new vector
         return file.finish({**facts, "window": windows, "fragment_steps": steps})
     except BaseException:
         file.abandon()

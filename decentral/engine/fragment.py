@@ -12,6 +12,7 @@ side stream. `copy_in` copies on the side stream as well.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -59,7 +60,7 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
 
 
 class CopyMemory(Protocol):
-    """Interface of a buffer for copies of tensors, whose memory later copies reuse (`CopyRoom` in checkpoint.py)."""
+    """Interface of a place for copies of tensors, such as `CopyRoom` in checkpoint.py, whose memory is used again."""
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the tensors by name."""
@@ -206,20 +207,16 @@ class Live:
         """Return theta and the optimizer state by name, as a checkpoint stores them, without copying them."""
         return {"theta": self.theta, **self.state.tensors}
 
-    def whole(self) -> dict[str, Tensor]:
-        """Return theta and the optimizer state by name, each with all its elements. Call it between steps.
+    def copied(self, room: "CopyMemory") -> dict[str, Arrive]:
+        """Copy theta and the optimizer state to the memory of `room`, between two steps.
 
-        These are the tensors that `tensors` returns, except in an island that shards: there they are new vectors in
-        host memory.
+        Returns:
+            By name, the function that returns a copy with all its elements. Call each once, in this order.
         """
-        return self.tensors()
-
-    def copied(self, room: "CopyMemory") -> dict[str, Tensor]:
-        """Return copies of the tensors that `whole` returns, in the memory of `room`. Call it between steps."""
-        return room.copied(self.tensors())
+        return {name: partial(_same, copy) for name, copy in room.copied(self.tensors()).items()}
 
     def shapes(self) -> dict[str, Tensor]:
-        """Return the tensors that `whole` returns, on the meta device: their shapes and dtypes, but no values."""
+        """Return the tensors that `copied` copies, on the meta device: their shapes and dtypes, but no values."""
         return {name: tensor.to("meta") for name, tensor in self.tensors().items()}
 
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -305,6 +302,10 @@ class Live:
         """Take back the count of a step that has changed no weights. A window that closed after the step keeps it."""
         self.tokens = max(0, self.tokens - tokens)
         self.steps -= 1
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:

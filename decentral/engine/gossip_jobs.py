@@ -8,7 +8,7 @@ update rules, one for each algorithm (`UpdateRule`).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
-from decentral.engine.fragment import Live
+from decentral.engine.fragment import Arrive, Live
 from decentral.engine.threads import Phase, Program, finish
 
 WindowCounts = tuple[int, bool]
@@ -100,17 +100,26 @@ class GossipedFragment:
         for name, elements in self.rule.state_lengths().items():
             yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
 
-    def with_rule(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `tensors`, and the rule's state.
+    def with_rule(self, copies: dict[str, Arrive]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `copies`, and the rule's state.
 
         Args:
-            tensors: The tensors that `Live.whole` returns, or copies of them. They are removed one by one.
+            copies: What `Live.copied` has returned. It is emptied: a tensor is no longer kept once it was yielded.
         """
-        theta = tensors["theta"]
-        for name in list(tensors):
-            yield f"{self.index}.{name}", tensors.pop(name)
-        for name, tensor in self.rule.state(theta.cpu().float()).items():
-            yield f"{self.index}.rule.{name}", tensor
+        state: Mapping[str, Tensor] = {}
+        try:
+            for name in list(copies):
+                tensor = copies.pop(name)()
+                if name == "theta":
+                    state = self.rule.state(tensor.cpu().float())
+                yield f"{self.index}.{name}", tensor
+                del tensor
+            for name, tensor in state.items():
+                yield f"{self.index}.rule.{name}", tensor
+                del tensor
+        finally:
+            for arrive in copies.values():  # after a failure too, each copy must be taken from where it waits
+                arrive()
 
     def fold(self) -> Generator[Phase, None, bool]:
         """Update the rule's slow weights with the training since `resting` was set, without publishing a window.
@@ -135,6 +144,14 @@ class GossipedFragment:
             except ProtocolError as error:
                 rejected.append((one.peer, error.reason))
         return parts, rejected
+
+
+class SharedMemory:
+    """A place for copies that copies nothing: it implements `CopyMemory` for a caller that reads between two steps."""
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors themselves."""
+        return dict(tensors)
 
 
 def require_layout(one: jobs.Contribution, required: Collection[str], allowed: Layout) -> None:
@@ -247,10 +264,9 @@ class FragmentGossip:
             if not at_edge:
                 yield Phase.EDGE
             gossiped.resting = False
-        window = gossiped.end_window()
+        window = replace(gossiped.end_window(), thin=job.thin)
         theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
-        gossiped.rule.for_thin_link = job.thin
         gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
@@ -380,7 +396,8 @@ class FragmentGossip:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name. Call it only while the worker waits (`Phase.HELD`)."""
-        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.whole())}
+        room = SharedMemory()
+        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.copied(room))}
 
     def windows(self) -> list[WindowCounts]:
         """Return the counts of each fragment's current window, as a checkpoint stores them."""

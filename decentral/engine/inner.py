@@ -119,13 +119,13 @@ class Inner:
         on_cpu = self.lives[0].theta.device.type == "cpu"
         return on_cpu and sum(live.fragment.parameters for live in self.lives) > AT_ONCE_ELEMENTS
 
-    @property
-    def _frees_memory(self) -> bool:
-        """Whether a step whose optimizer takes longer than the passes returns the memory of the passes to the system.
+    def _frees_memory(self, passes_s: float) -> bool:
+        """Return whether a step returns the memory of the passes to the system. `passes_s`: how long they took.
 
-        The next passes map it anew, which takes 4% of their time (85 M parameters, 128 tokens).
+        It does so if the optimizer takes longer than the passes, as the next passes map the memory anew, which takes 4%
+        of their time (85 M parameters, 128 tokens).
         """
-        return self._large and OPTIMIZERS[self.train.optimizer].frees_gradients
+        return self._large and OPTIMIZERS[self.train.optimizer].frees_gradients and passes_s < self._took_s
 
     @property
     def steps(self) -> int:
@@ -170,7 +170,7 @@ class Inner:
         steps = self.steps
         void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void
         began = time.perf_counter()
-        if self._frees_memory and began - self._ended_at < self._took_s:
+        if self._frees_memory(began - self._ended_at):
             heap.return_free_pages()
         for together in [self.lives] if self.at_once else [[live] for live in self.lives]:
             step_fragments([(live, live.gradients()) for live in together], steps, rate, void)

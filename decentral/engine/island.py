@@ -31,7 +31,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import OuterKernels, TorchKernels
+from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config
+from decentral.core.choices import ALGORITHMS, load
 from decentral.core.ids import PeerId
 from decentral.core.rank_place import Split
 from decentral.data import corpora
@@ -321,13 +325,14 @@ def build_whole(run: config.Config, device: torch.device) -> BuiltReplica:
 
 
 @flushed_denormals()
-def follow(island: Island, assignment: Assignment, device: Device) -> BuiltReplica:
+def follow(island: Island, assignment: Assignment, device: Device, kernels: OuterKernels | None = None) -> BuiltReplica:
     """Carry out the orders of rank 0 until it finishes, and return the trained model.
 
     Args:
         island: This rank of the island.
         assignment: The run and the peer, from rank 0.
         device: This rank's device.
+        kernels: Compute the gossip of the fragments that this rank owns; None means plain torch.
 
     Raises:
         RuntimeError: If another rank dies or hangs, or the device fails.
@@ -336,6 +341,10 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
     from decentral.engine import sharded  # imported here, since it loads DTensor (60 MB), for islands only
 
     run = assignment.run
+    if island.sharded:
+        tools = RuleTools(blockwise, kernels or TorchKernels(blockwise), optimizer=run.train.optimizer)
+        rules = load(ALGORITHMS[run.gossip.algorithm].sharded).rules
+        island.shards.own(rules(run.gossip, assignment.peer, tools, island.shards))
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
     island.wrap(replica)
     counters = Counters()

@@ -26,6 +26,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.kernel_choice import best_kernels
 from decentral.commands.shared import ending_signals, one_line
 from decentral.core import config
 from decentral.core.choices import ALGORITHMS, OPTIMIZERS
@@ -165,7 +167,8 @@ def _follow(device: str, throttle: float, island: Island) -> None:
         chosen = measure.choose(device, throttle, train.emulated_micro_batch_s)
         if island.sharded:
             heap.give_back_what_is_freed(island.size)
-        follow(island, assignment, replace(chosen, ranks=island))
+        kernels = best_kernels(chosen.device, blockwise)[0] if island.sharded else None
+        follow(island, assignment, replace(chosen, ranks=island), kernels)
     island.close()
 
 

@@ -163,16 +163,22 @@ def most_sequences(run: config.Config, device: Device, begin: int, end: int, mem
 def part_of(whole: MemoryNeeds, run: config.Config, ranks: int, gossip_apart: bool = False) -> MemoryNeeds:
     """Return the bytes that each fragment takes on rank 0 of an island whose ranks divide the model equally.
 
-    Each rank holds an equal part of the state, but for the published snapshots, which rank 0 has whole; `whole` does
-    not count them if `gossip_apart` is True. For one fragment at a time, ranks also hold complete vectors: rank 0 those
-    of gossip, and every rank the weights and gradients of the layer that computes, of the next layer, and of the layer
-    whose gradients are being added up.
+    Each rank holds an equal part of the state. Rank 0's part of the gossip state is first the published snapshots,
+    which it has whole, so with many ranks it has more than the others. `whole` does not count gossip state if
+    `gossip_apart` is True. For one fragment at a time, ranks also hold complete vectors: those of gossip, and the
+    weights and gradients of the layer that computes, of the next layer, and of the layer whose gradients are being
+    added up.
     """
     layers = [3 * 2 * _number_bytes(run) * one.parameters for one in whole.fragments]
+    algorithm, full_merges = ALGORITHMS[run.gossip.algorithm], OPTIMIZERS[run.train.optimizer].takes_all
+    gossip = [0 if gossip_apart else algorithm.state_bytes(one.parameters, full_merges) for one in whole.fragments]
     snapshots = [0 if gossip_apart else PUBLISHED_BYTES * one.parameters for one in whole.fragments]
     return replace(
         whole,
-        state=tuple(kept + -(-(size - kept) // ranks) for size, kept in zip(whole.state, snapshots, strict=True)),
+        state=tuple(
+            -(-(size - vectors) // ranks) + max(published, -(-vectors // ranks))
+            for size, vectors, published in zip(whole.state, gossip, snapshots, strict=True)
+        ),
         scratch=tuple(size + more for size, more in zip(whole.scratch, layers, strict=True)),
         late_gradients=(),
         kept=0,

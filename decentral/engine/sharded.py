@@ -16,6 +16,7 @@ rank for that.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -40,9 +41,7 @@ from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
 
 THETA = "theta"
-SECOND = (
-    "exp_avg_sq"  # AdamW's second moments: the only tensor that has no elements for the stretch optimizer's matrices
-)
+SLOTS = {THETA: Slot.THETA, "exp_avg": Slot.FIRST, "exp_avg_sq": Slot.SECOND}  # by name of the tensor
 
 
 @runtime_checkable
@@ -117,20 +116,21 @@ class ShardedLive(Live):
     def mark_changed(self, *names: str) -> None:
         """Do nothing: no rank has a copy of another rank's part."""
 
-    def whole(self) -> dict[str, Tensor]:
-        """Gather theta and optimizer state from all ranks, and return them by name, in host memory."""
-        found = {}
-        for place, (name, tensor) in enumerate(self.tensors().items()):
-            self._everywhere(Order.LIFT, place)
-            found[name] = self.ranks.shards.gather(self.fragment.index, _moved(name)).to(tensor.dtype)
-        return found
+    def copied(self, room: CopyMemory) -> dict[str, Arrive]:
+        """Copy theta and optimizer state to host memory on each rank, between two steps.
 
-    def copied(self, room: CopyMemory) -> dict[str, Tensor]:
-        """Return the result of `whole`; its vectors are new, so they need no copy."""
-        return self.whole()
+        Returns:
+            By name, the function that gathers a whole vector in host memory.
+        """
+        for place in range(len(self.tensors())):
+            self._everywhere(Order.LIFT, place)
+        return {name: partial(self._gathered, name) for name in self.tensors()}
+
+    def _gathered(self, name: str) -> Tensor:
+        return self.ranks.shards.gather(self.fragment.index, SLOTS[name]).to(self.tensors()[name].dtype)
 
     def shapes(self) -> dict[str, Tensor]:
-        """Return the tensors that `whole` returns, on the meta device."""
+        """Return the tensors that `copied` copies, on the meta device."""
         return {
             name: torch.empty(self._division(name).elements, dtype=tensor.dtype, device="meta")
             for name, tensor in self.tensors().items()
@@ -146,25 +146,24 @@ class ShardedLive(Live):
         for name, value in values.items():
             if value.numel() != self._division(name).elements:
                 raise ValueError(f"{name} has {value.numel()} elements; expected {self._division(name).elements}")
-            self.ranks.shards.scatter(self.fragment.index, _moved(name), value.cpu().float())
+            self.ranks.shards.scatter(self.fragment.index, SLOTS[name], value.cpu().float())
             self._everywhere(Order.PUT, names.index(name))
 
     def copy_out(self, buffer: Callable[[], Tensor]) -> Arrive:
-        """Copy theta to host memory on each rank; return a function that gathers the parts into a new vector."""
+        """Take a `snapshot`, which the fragment's owner gathers; return a function that returns an empty vector."""
         self.snapshot()
-        return lambda: self.ranks.shards.gather(self.fragment.index, Slot.SNAPSHOT)
+        return lambda: torch.empty(0)
 
     def snapshot(self) -> None:
         """Copy theta to `Slot.SNAPSHOT` on each rank, between two steps."""
         self._everywhere(Order.LIFT, -1)
 
     def copy_in(self, vector: Tensor) -> Tensor:
-        """Give each rank its part of a correction [n], which `add` will add, and return an empty vector."""
-        self.ranks.shards.scatter(self.fragment.index, Slot.CORRECTION, vector)
-        return vector.new_empty(0)
+        """Return the empty vector: the fragment's owner has given each rank its part of the correction."""
+        return vector
 
     def add(self, correction: Tensor) -> None:
-        """Add to theta, on each rank, the part of a correction that `copy_in` has given it."""
+        """Add to theta, on each rank, the part of a correction that the fragment's owner has given it."""
         self._everywhere(Order.ADD, 0)
 
     def _everywhere(self, order: Order, what: int) -> None:
@@ -180,15 +179,15 @@ class ShardedLive(Live):
         """
         host, name = self.ranks.shards.host, list(self.tensors())[max(0, what)]
         if order is Order.ADD:
-            part = host.get(self.fragment.index, Slot.CORRECTION, take=True).to(self.theta.device)
+            part = host.take(self.fragment.index, Slot.CORRECTION).to(self.theta.device)
             chance = self.chance("add")
             for own, piece in self._pieces(part):
                 round_stochastically(own.float() + piece, own, chance)
         elif order is Order.LIFT:
-            slot = Slot.SNAPSHOT if what < 0 else _moved(name)
+            slot = Slot.SNAPSHOT if what < 0 else SLOTS[name]
             host.put(self.fragment.index, slot, self._copied(name).float().cpu())
         elif order is Order.PUT:
-            self._overwrite(name, host.get(self.fragment.index, _moved(name), take=True))
+            self._overwrite(name, host.take(self.fragment.index, SLOTS[name]))
 
     def _copied(self, name: str) -> Tensor:
         if name == THETA:
@@ -210,11 +209,7 @@ class ShardedLive(Live):
         return list(zip(parts, views(vector, [one.shape for one in parts]), strict=True))
 
     def _division(self, name: str) -> Division:
-        return self.ranks.shards.division(self.fragment.index, _moved(name))
-
-
-def _moved(name: str) -> Slot:
-    return Slot.MOVED_SECOND if name == SECOND else Slot.MOVED
+        return self.ranks.shards.division(self.fragment.index, SLOTS[name])
 
 
 def _part(tensor: Tensor) -> Tensor:
@@ -267,6 +262,7 @@ class ShardedMuon:
         if wholes:
             muon_step(updates, wholes, wholes, rate, 0.0)
             scratch.free()
+        del wholes  # they are momenta no longer, and the exchange takes memory
         torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
         torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
 
@@ -286,6 +282,10 @@ class ShardedInner(Inner):
         """
         super().__init__(lives, train)
         self._counts = [rank == 0 or cut.dim is not None for live in lives for cut in live.cuts]
+
+    def _frees_memory(self, passes_s: float) -> bool:
+        """Return whether the model is large: its ranks need what they can spare, since each has layers in full too."""
+        return self._large
 
     def _norm(self, norms: Tensor) -> Tensor:
         squares = (norms.square() * torch.tensor(self._counts, device=norms.device)).sum()
@@ -345,6 +345,8 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
         if tensor:
             _divide_matrices(layer, mesh)
         else:
+            for part in _gathered_apart(layer, run, device):
+                fully_shard(part, mesh=mesh)
             fully_shard(layer, mesh=mesh)
         found[number] = layer
     layers = [found[number] for number in sorted(found)]
@@ -353,14 +355,25 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
     root = LossModule(layers, chain)
     if not tensor:
         fully_shard(root, mesh=mesh)
-    for layer in layers:
-        if isinstance(layer, FSDPModule) and device.type == "cpu":
-            # Gather no layer ahead in the backward pass: it takes memory, and the processor has no time to spare.
-            layer.set_modules_to_backward_prefetch([layer])
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and device.type == "cpu":
+            # Gather nothing ahead in the backward pass: it takes memory, and the processor has no time to spare.
+            module.set_modules_to_backward_prefetch([module])
     replica = BuiltReplica(run, layers, ShardedInner(lives, run.train, ranks.rank), ShardedForward(chain, root))
     ranks.take(lives, replica.forward)
     ranks.shards.start()
     return replica
+
+
+def _gathered_apart(layer: nn.Module, run: config.Config, device: torch.device) -> list[nn.Module]:
+    """Return the modules of a layer whose weights FSDP2 gathers apart from the layer's other weights.
+
+    On a CPU these are a block's attention and feed-forward: each rank then needs memory for the whole weights and
+    gradients of one of them, not of both. GPUs work faster with fewer and larger transfers.
+    """
+    if device.type != "cpu" or run.model.layers is not None:
+        return []
+    return [child for child in layer.children() if any(True for _ in child.children())]
 
 
 def _divide_matrices(layer: nn.Module, mesh: DeviceMesh) -> None:

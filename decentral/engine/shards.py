@@ -1,8 +1,8 @@
 """Divide the tensors of a fragment over the ranks of an island, and move them between the ranks by fragment.
 
-In an island that shards, no rank has a whole model. Each rank keeps its part of every vector of a fragment: on its
-device theta, gradient and optimizer state (`ShardedLive`), in host memory the vectors of gossip (`HostParts`). Rank 0
-gathers one vector of one fragment when gossip needs it, and scatters the result. Start reading at `Shards`.
+In an island that shards, no rank has a whole model. On its device, each rank keeps its part of theta, gradient and
+optimizer state (`ShardedLive`). The gossip state of a fragment is whole in the host memory of one rank, the fragment's
+owner (`owners_of`), which does the work of its windows and merges (engine/owned_rules.py). Start reading at `Shards`.
 
 Two threads of each rank take part. Between two steps, the training thread carries out rank 0's `Order`s. An order about
 a fragment only copies a part between the device and host memory of the same rank, or adds a part to the weights. While
@@ -11,7 +11,9 @@ training goes on, parts in host memory travel between rank 0's worker thread and
 requests may arrive in any order.
 """
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,10 +23,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from decentral.comm.codecs import blockwise
-from decentral.comm.gossip.outer_kernels import SLOW_WEIGHTS_CODEC
+from decentral.core.errors import ProtocolError
+from decentral.core.plain_text import error_text
 
 PART_S = 600.0  # a part that does not come to host memory within this time shows that another thread or rank has failed
+# Rank 0 has the windows that this peer and its partners publish. They take as much memory as the gossip state of
+# fragments with this share of all parameters, so rank 0 owns fewer fragments.
+PUBLISHED_SHARE = 0.2
 
 
 class Order(IntEnum):
@@ -40,43 +45,23 @@ class Order(IntEnum):
 
 
 class Slot(IntEnum):
-    """One of a fragment's vectors in host memory; each rank's host memory has that rank's part of the vector."""
+    """A place for a vector of a fragment on its way; each rank's host memory has that rank's part of the vector."""
 
     SNAPSHOT = 0  # theta at the end of a window
     CORRECTION = 1
-    PHI = 2
-    BASELINE = 3
-    RESIDUAL = 4
-    EARLIER = 5  # the residual before the close of a window that waits for its merge
-    MOVED = 6  # a tensor on its way between a checkpoint and the device
-    MOVED_SECOND = 7  # as MOVED, but for a tensor of AdamW's second moments, which Muon's matrices lack
-    # A part put into one of these slots becomes the part in RESIDUAL, kept in fewer bytes.
-    INT8_RESIDUAL = 8
-    BF16_RESIDUAL = 9
-    # Sums of the vectors in other slots, of which a missing one counts as zero.
-    PHI_AND_RESIDUAL = 10  # phi + residual
-    PHI_AND_CHANGE = 11  # phi + earlier residual - residual
-
-
-# In these slots a new part replaces the old one; in other slots it waits.
-RESIDUAL_SLOTS = Slot.RESIDUAL, Slot.INT8_RESIDUAL, Slot.BF16_RESIDUAL
-GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.EARLIER, *RESIDUAL_SLOTS
-SUM_SLOTS = {
-    Slot.PHI_AND_RESIDUAL: ((Slot.RESIDUAL, 1),),
-    Slot.PHI_AND_CHANGE: ((Slot.EARLIER, 1), (Slot.RESIDUAL, -1)),
-}
-MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # gathering removes these parts from host memory
+    # Tensors on their way between a checkpoint and the device.
+    THETA = 2
+    FIRST = 3  # first moments, with Muon's momenta
+    SECOND = 4  # AdamW's second moments, which Muon's matrices lack
 
 
 class _Request(IntEnum):
-    """A kind of request that rank 0 sends to another rank, about that rank's parts in host memory."""
+    """A kind of request that rank 0 sends to another rank."""
 
     END = 0
-    SEND = 1
-    RECEIVE = 2
-    RENAME = 3
-    ADD = 4
-    DROP = 5
+    SEND = 1  # send your part of a vector to another rank
+    RECEIVE = 2  # receive your part of a vector from another rank
+    CALL = 3  # work on the gossip state of a fragment that you own
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,94 +114,64 @@ class Division:
             place.copy_(piece.view(place.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A part of a vector in int8, with its number of elements."""
-
-    blob: bytes
-    elements: int
-
-    def float(self) -> Tensor:
-        """Return the part as fp32."""
-        return blockwise.decode(SLOW_WEIGHTS_CODEC, self.blob, self.elements)
-
-
 class HostParts:
-    """This rank's parts of vectors in host memory, by fragment and slot. Thread-safe."""
+    """This rank's parts of vectors on their way, in host memory, by fragment and slot. Thread-safe."""
 
     def __init__(self) -> None:
         """Begin without parts."""
-        self._parts: dict[tuple[int, Slot], Tensor | Encoded] = {}
+        self._parts: dict[tuple[int, Slot], Tensor] = {}
         self._changed = Condition()
 
     def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
-        """Set an fp32 part, which the caller must not change afterwards.
-
-        In GOSSIP_SLOTS it replaces an older part. In other slots, wait until a thread has taken the older part.
+        """Set an fp32 part, which the caller must not change afterwards, once a thread has taken the older part.
 
         Raises:
             RuntimeError: If no thread takes the older part within PART_S seconds.
         """
+        key = fragment, slot
         with self._changed:
-            if slot not in GOSSIP_SLOTS and not self._changed.wait_for(
-                lambda: (fragment, slot) not in self._parts, PART_S
-            ):
+            if not self._changed.wait_for(lambda: key not in self._parts, PART_S):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} was not taken within {PART_S:.0f} s")
-            stored: Tensor | Encoded = part
-            if slot is Slot.INT8_RESIDUAL:
-                stored = Encoded(blockwise.encode(SLOW_WEIGHTS_CODEC, part), part.numel())
-            elif slot is Slot.BF16_RESIDUAL:
-                stored = part.bfloat16()
-            self._parts[fragment, Slot.RESIDUAL if slot in RESIDUAL_SLOTS else slot] = stored
+            self._parts[key] = part
             self._changed.notify_all()
 
-    def get(self, fragment: int, slot: Slot, take: bool) -> Tensor:
-        """Wait for a part, and return it as fp32; with `take`, remove it, so that a new part can be put there.
-
-        A slot in SUM_SLOTS gives a new vector, the sum of this rank's parts.
+    def take(self, fragment: int, slot: Slot) -> Tensor:
+        """Wait for a part, remove it, and return it.
 
         Raises:
             RuntimeError: If no thread puts the part within PART_S seconds.
         """
         key = fragment, slot
         with self._changed:
-            if slot in SUM_SLOTS:
-                total = self._parts[fragment, Slot.PHI].float().clone()
-                for one, sign in SUM_SLOTS[slot]:
-                    if (fragment, one) in self._parts:
-                        total.add_(self._parts[fragment, one].float(), alpha=sign)
-                return total
             if not self._changed.wait_for(lambda: key in self._parts, PART_S):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} did not come within {PART_S:.0f} s")
-            part = self._parts[key]
-            if take:
-                del self._parts[key]
-                self._changed.notify_all()
-            return part.float()
-
-    def rename(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Move the part in `slot`, as it is stored, to the slot `to`. One of GOSSIP_SLOTS may be empty, then `to` is.
-
-        Raises:
-            RuntimeError: If no thread puts a part into another slot within PART_S seconds.
-        """
-        with self._changed:
-            if slot not in GOSSIP_SLOTS:
-                self.put(fragment, to, self.get(fragment, slot, take=True))
-            elif (part := self._parts.pop((fragment, slot), None)) is not None:
-                self._parts[fragment, to] = part
-            else:
-                self._parts.pop((fragment, to), None)
-
-    def drop(self, fragment: int, slot: Slot) -> None:
-        """Remove a part, if it is there."""
-        with self._changed:
-            self._parts.pop((fragment, slot), None)
+            part = self._parts.pop(key)
             self._changed.notify_all()
+            return part
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The answer of an owner that raised ProtocolError."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Vector:
+    """A vector that comes next."""
+
+    elements: int
+    dtype: torch.dtype
+
+
+def _like(vector: Tensor) -> _Vector:
+    return _Vector(vector.numel(), vector.dtype)
 
 
 class Shards:
-    """The parts of all fragments' vectors in host memory of all ranks. Only one thread of rank 0 may call it at a time.
+    """The parts of vectors on their way, and the owners of fragments. Only one thread of rank 0 may call it at a time.
 
     The attribute `host` has this rank's parts, and `divisions` the division of each fragment's vectors: that of theta,
     and that of AdamW's second moments.
@@ -227,44 +182,108 @@ class Shards:
         self.rank, self.ranks, self.group = rank, ranks, group
         self.host = HostParts()
         self.divisions: list[tuple[Division, Division]] = []
+        self._owned: object = None
         self._thread = Thread(target=self._serve_all, name="shards", daemon=True)
 
     def division(self, fragment: int, slot: Slot) -> Division:
         """Return the division of the fragment's vectors in this slot."""
-        return self.divisions[fragment][slot is Slot.MOVED_SECOND]
+        return self.divisions[fragment][slot is Slot.SECOND]
+
+    def own(self, owned: object) -> None:
+        """Set the object whose methods do this rank's work on the fragments that it owns. Call it before `start`."""
+        self._owned = owned
+
+    def owner_of(self, fragment: int) -> int:
+        """Return the rank that owns a fragment."""
+        return owners_of([theta.elements for theta, _ in self.divisions], self.ranks)[fragment]
 
     def gather(self, fragment: int, slot: Slot) -> Tensor:
-        """Return a fragment's whole vector in this slot, gathered from all ranks: a new fp32 vector in host memory."""
+        """Return a fragment's whole vector in this slot, taken from all ranks: a new fp32 vector in host memory.
+
+        On a rank other than 0, an owner calls it during a `call`, and rank 0 makes the others send (`feed`).
+        """
         division = self.division(fragment, slot)
         whole = torch.empty(division.elements)
-        for rank in range(1, self.ranks):
-            self._ask(rank, _Request.SEND, fragment, slot)
-        division.fill(whole, 0, self.host.get(fragment, slot, take=slot in MOVING_SLOTS))
-        for rank in range(1, self.ranks):
-            part = torch.empty(division.part_elements(rank))
-            dist.recv(part, rank, self.group)
-            division.fill(whole, rank, part)
+        if not self.rank:
+            self._ask_others(_Request.SEND, fragment, slot, self.rank)
+        for rank in range(self.ranks):
+            if rank == self.rank:
+                division.fill(whole, rank, self.host.take(fragment, slot))
+            else:
+                division.fill(whole, rank, self.receive(division.part_elements(rank), rank))
         return whole
 
+    def feed(self, fragment: int, slot: Slot) -> None:
+        """Send all parts of a vector to the fragment's owner, which gathers them. Only rank 0 calls this."""
+        owner = self.owner_of(fragment)
+        self._ask_others(_Request.SEND, fragment, slot, owner)
+        self.send(self.host.take(fragment, slot), owner)
+
     def scatter(self, fragment: int, slot: Slot, whole: Tensor) -> None:
-        """Give each rank its part of the fp32 vector `whole` in host memory, as the new content of the slot."""
+        """Give each rank its part of the fp32 vector `whole` in host memory, as the new content of the slot.
+
+        On a rank other than 0, an owner calls it during a `call`, and rank 0 makes the others receive (`spread`).
+        """
         division = self.division(fragment, slot)
-        for rank in range(1, self.ranks):
-            self._ask(rank, _Request.RECEIVE, fragment, slot)
-            dist.send(division.taken(whole, rank), rank, self.group)
-        self.host.put(fragment, slot, division.taken(whole, 0))
+        if not self.rank:
+            self._ask_others(_Request.RECEIVE, fragment, slot, self.rank)
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                self.send(division.taken(whole, rank), rank)
+        self.host.put(fragment, slot, division.taken(whole, self.rank))
 
-    def rename(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Move the parts in `slot` to the slot `to` (`HostParts.rename`). Nothing travels between ranks."""
-        self._everywhere(_Request.RENAME, fragment, slot, to)
+    def spread(self, fragment: int, slot: Slot) -> None:
+        """Receive all parts of a vector from the fragment's owner, which scatters them. Only rank 0 calls this."""
+        owner = self.owner_of(fragment)
+        self._ask_others(_Request.RECEIVE, fragment, slot, owner)
+        self.host.put(fragment, slot, self.receive(self.division(fragment, slot).part_elements(0), owner))
 
-    def add(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Remove the parts in `slot`, and add them to those in the slot `to`. Nothing travels between ranks."""
-        self._everywhere(_Request.ADD, fragment, slot, to)
+    def send(self, vector: Tensor, rank: int) -> None:
+        """Send a vector to another rank, which receives it."""
+        dist.send(vector, rank, self.group)
 
-    def drop(self, fragment: int, slot: Slot) -> None:
-        """Remove the parts in `slot`, if they are there. Nothing travels between ranks."""
-        self._everywhere(_Request.DROP, fragment, slot, slot)
+    def receive(self, elements: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the vector [elements] that another rank sends."""
+        vector = torch.empty(elements, dtype=dtype)
+        dist.recv(vector, rank, self.group)
+        return vector
+
+    def call(
+        self,
+        fragment: int,
+        request: Callable[..., object],
+        vectors: Sequence[Tensor],
+        meanwhile: Callable[[], None],
+    ) -> object:
+        """Let a fragment's owner do some work, and return the result. Only rank 0 calls this.
+
+        Args:
+            fragment: The fragment.
+            request: A method of the object that `own` has set, as a function that can be pickled. It gets that object,
+                the fragment and, if there are any, `vectors`.
+            vectors: Vectors in host memory.
+            meanwhile: If another rank is the owner: sends or receives the parts that the work gathers or scatters.
+
+        Raises:
+            ProtocolError: If the owner refuses a window.
+            RuntimeError: If the owner has failed, which ends its process.
+        """
+        owner = self.owner_of(fragment)
+        if owner == self.rank:
+            return self._work(fragment, request, vectors)
+        self._ask(owner, _Request.CALL, fragment)
+        dist.send_object_list([(request, [_like(one) for one in vectors])], owner, self.group)
+        for one in vectors:
+            self.send(one, owner)
+        meanwhile()
+        answer: list[object] = [None]
+        dist.recv_object_list(answer, owner, self.group)
+        match answer[0]:
+            case _Refused(reason, detail):
+                raise ProtocolError(reason, detail)
+            case _Vector(elements, dtype):
+                return self.receive(elements, owner, dtype)
+        return answer[0]
 
     def start(self) -> None:
         """On ranks other than 0, begin to carry out the requests of rank 0, on a thread of their own."""
@@ -275,8 +294,8 @@ class Shards:
         """End the threads that `start` has begun. All ranks call this, before the group is destroyed."""
         if self.rank:
             self._thread.join(PART_S)
-        for rank in range(1, 1 if self.rank else self.ranks):
-            self._ask(rank, _Request.END, 0, Slot.SNAPSHOT)
+        else:
+            self._ask_others(_Request.END, 0, Slot.SNAPSHOT, 0)
 
     def _serve_all(self) -> None:
         """Carry out the requests of rank 0 until it sends END or the connection to it is lost."""
@@ -287,36 +306,63 @@ class Shards:
                 kind, fragment, slot, to = message.tolist()
                 if kind == _Request.END:
                     return
-                self._serve(_Request(kind), fragment, Slot(slot), Slot(to))
+                self._serve(_Request(kind), fragment, Slot(slot), to)
 
-    def _serve(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
+    def _serve(self, kind: _Request, fragment: int, slot: Slot, rank: int) -> None:
         match kind:
             case _Request.SEND:
-                dist.send(self.host.get(fragment, slot, take=slot in MOVING_SLOTS), 0, self.group)
+                self.send(self.host.take(fragment, slot), rank)
             case _Request.RECEIVE:
-                part = torch.empty(self.division(fragment, slot).part_elements(self.rank))
-                dist.recv(part, 0, self.group)
-                self.host.put(fragment, slot, part)
-            case _:
-                self._within(kind, fragment, slot, to)
+                elements = self.division(fragment, slot).part_elements(self.rank)
+                self.host.put(fragment, slot, self.receive(elements, rank))
+            case _Request.CALL:
+                answer = self._answered(fragment)
+                vector = answer if isinstance(answer, Tensor) else None
+                dist.send_object_list([answer if vector is None else _like(vector)], 0, self.group)
+                if vector is not None:
+                    self.send(vector, 0)
 
-    def _within(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
-        """Carry out a request that moves nothing between ranks."""
-        if kind is _Request.DROP:
-            self.host.drop(fragment, slot)
-        elif kind is _Request.RENAME:
-            self.host.rename(fragment, slot, to)
-        else:
-            part = self.host.get(fragment, slot, take=True)
-            self.host.put(fragment, to, self.host.get(fragment, to, take=True).add_(part))
+    def _answered(self, fragment: int) -> object:
+        """Do the work that rank 0 has sent, and return the result. Any error but a refusal ends this process."""
+        asked: list[tuple[Callable[..., object], list[_Vector]]] = [(print, [])]
+        dist.recv_object_list(asked, 0, self.group)
+        ((request, likes),) = asked
+        try:
+            return self._work(fragment, request, [self.receive(like.elements, 0, like.dtype) for like in likes])
+        except ProtocolError as error:
+            return _Refused(error.reason, error.detail)
+        except Exception as error:  # whatever it is, rank 0 waits for an answer
+            print(f"error: rank {self.rank} ends: {error_text(error, None)}", file=sys.stderr, flush=True)
+            os._exit(1)
 
-    def _everywhere(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
-        for rank in range(1, self.ranks):
-            self._ask(rank, kind, fragment, slot, to)
-        self._within(kind, fragment, slot, to)
+    def _work(self, fragment: int, request: Callable[..., object], vectors: Sequence[Tensor]) -> object:
+        return request(self._owned, fragment, vectors=vectors) if vectors else request(self._owned, fragment)
 
-    def _ask(self, rank: int, kind: _Request, fragment: int, slot: Slot, to: Slot = Slot.SNAPSHOT) -> None:
-        dist.send(torch.tensor([kind, fragment, slot, to]), rank, self.group)
+    def _ask_others(self, kind: _Request, fragment: int, slot: Slot, rank: int) -> None:
+        """Send a request to all ranks but rank 0 and the rank `rank`, with which they exchange a part."""
+        for other in range(1, self.ranks):
+            if other != rank:
+                self._ask(other, kind, fragment, slot, rank)
+
+    def _ask(self, other: int, kind: _Request, fragment: int, slot: Slot = Slot.SNAPSHOT, rank: int = 0) -> None:
+        dist.send(torch.tensor([kind, fragment, slot, rank]), other, self.group)
+
+
+def owners_of(elements: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank that owns each fragment, so that the ranks have gossip state for about as many parameters.
+
+    Rank 0 begins with PUBLISHED_SHARE of all parameters.
+
+    Args:
+        elements: The number of parameters of each fragment.
+        ranks: The number of ranks.
+    """
+    loads, found = [PUBLISHED_SHARE * sum(elements), *([0.0] * (ranks - 1))], []
+    for count in elements:
+        owner = loads.index(min(loads))
+        loads[owner] += count
+        found.append(owner)
+    return found
 
 
 class MatrixExchange:

@@ -52,8 +52,11 @@ class Span:
         self.fragments: list[Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         if device.ranks.sharded:
-            sharded = load(ALGORITHMS[run.gossip.algorithm].sharded)  # this loads DTensor, for islands only
-            self.gossip = sharded(run.gossip, peer, tools)
+            from decentral.engine.sharded import Orders  # this loads DTensor, for islands only
+
+            assert isinstance(device.ranks, Orders), "an island has the parts"
+            sharded = load(ALGORITHMS[run.gossip.algorithm].sharded)
+            self.gossip = sharded(run.gossip, peer, tools, device.ranks.shards)
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None

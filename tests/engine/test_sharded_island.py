@@ -277,9 +277,10 @@ def test_ranks_that_share_a_model_train_like_one_process(folder: Path, alone: Fo
     found, expected = torch.load(folder / f"{name}.pt"), alone(name)
     assert set(found) == set(expected)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
-    most = 0.04 if ALL[name].large else 0.01  # ranks round their parts of residuals in other blocks than one process
     for key, tensor in expected.items():
         apart = torch.linalg.vector_norm(found[key].double() - tensor)
+        # Rounding that differs in the last bit can flip a level of the window's 4-bit code, so `owed` differs by that.
+        most = 0.02 if key.endswith("owed") else 0.01
         assert apart <= most * torch.linalg.vector_norm(tensor.double()), key
 
 
@@ -311,7 +312,8 @@ def test_ranks_without_the_folder_of_the_initial_weights_await_those_of_other_pe
     run = config.Config().model_copy(update={"model": model})
     built = BuiltReplica(run, [], Inner([], run.train), Chain([]))
     monkeypatch.setattr(sharded, "build", lambda *_: built)
-    ranks: Any = SimpleNamespace(rank=0, size=2, split=Split.PARTS, shards=None, tell=print, take=print, sharded=True)
+    ranks: Any = SimpleNamespace(rank=0, size=2, split=Split.PARTS, sharded=True)
+    ranks.shards, ranks.tell, ranks.take = SimpleNamespace(own=print), print, print
     tools = RuleTools(blockwise, TorchKernels(blockwise))
     span = Span(run, PeerId("A"), tools, Device(CPU, torch.float32, ranks=ranks))
     assert not sharded.draws(model)

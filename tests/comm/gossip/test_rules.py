@@ -49,10 +49,10 @@ class Replica:
         self.live.theta += 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
         self.live.tokens += tokens
 
-    def close(self) -> Contribution:
+    def close(self, thin: bool = False) -> Contribution:
         """Ends the window; gives all sections of it, those on request too."""
         packer = Packer(blockwise)
-        window, theta = self.gossiped.end_window(), self.copied()
+        window, theta = replace(self.gossiped.end_window(), thin=thin), self.copied()
         self.rule.close(theta, window, packer)
         self.rule.encode(packer, [section.name for section in self.rule.on_request])
         return Contribution(self.peer, window.tokens, *packer.finish())
@@ -76,7 +76,7 @@ class Replica:
         return self.rule
 
     def state(self) -> dict[str, Tensor]:
-        return self.rule.state(self.live.theta)
+        return dict(self.rule.state(self.live.theta))
 
     def donate(self) -> Blob:
         packer = Packer(blockwise)
@@ -265,8 +265,7 @@ def test_a_rule_with_two_codes_sends_either_and_merges_both() -> None:
     ours, dense, sparse = (Replica("pull", name, code="auto") for name in "ABC")
     for seed, one in enumerate((ours, dense, sparse)):
         one.train(seed)
-    sparse.rule.for_thin_link = True
-    sent = [one.close() for one in (ours, dense, sparse)]
+    sent = [ours.close(), dense.close(), sparse.close(thin=True)]
     codes = [next(section.codec for section in one.layout if section.name == PSEUDO_GRADIENT) for one in sent]
     assert codes == ["q4", "q4", "q1"]
     before, read = ours.pull.phi.clone(), [vectors(one)[PSEUDO_GRADIENT] for one in sent]
@@ -280,10 +279,8 @@ def test_what_a_shorter_code_keeps_back_goes_out_in_the_next_dense_window() -> N
     start = one.live.theta.clone()
     one.train(0)
     trained = start - one.live.theta
-    one.rule.for_thin_link = True
-    published = vectors(one.close())[PSEUDO_GRADIENT]
+    published = vectors(one.close(thin=True))[PSEUDO_GRADIENT]
     one.merge([])
-    one.rule.for_thin_link = False
     together = published + vectors(one.close())[PSEUDO_GRADIENT]
     kept_back, left = (torch.linalg.vector_norm(trained - sent) for sent in (published, together))
     assert kept_back > 0.4 * torch.linalg.vector_norm(trained)

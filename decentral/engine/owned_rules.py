@@ -1,0 +1,254 @@
+"""Gossip in an island that shards: the gossip state of each fragment is whole on one rank, the fragment's owner.
+
+The owner has an ordinary `PullRule`. Rank 0 has `OwnedRule` in its place, which lets the owner do the work. At a close,
+the ranks send their parts of theta to the owner, which sends the encoded window to rank 0. At a merge, the owner gets
+partners' encoded windows, and sends each rank its part of the correction. So 8 bytes a parameter travel between the
+ranks in each window, and the ranks divide the memory and the work of gossip.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from decentral.comm.codecs.sections import Packer
+from decentral.comm.gossip.pull_rule import STATE_VECTORS, PullRule, codecs_of, slices_of
+from decentral.comm.gossip.update_rules import Correction, PartnerWindow, RuleTools, UpdateRule, Window
+from decentral.core.config import GossipConfig
+from decentral.core.fragments import Layout, Section
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Contribution, PartnerWork
+from decentral.engine.fragment import Live
+from decentral.engine.gossip_jobs import FragmentGossip
+from decentral.engine.sharded import THETA, ShardedLive
+from decentral.engine.shards import Shards, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sections that an owner has packed, each with its bytes."""
+
+    sections: list[Section]
+    parts: list[bytes]
+
+    def unpack(self, packer: Packer) -> None:
+        """Append the sections to a packer."""
+        for section, part in zip(self.sections, self.parts, strict=True):
+            packer.add_encoded(section.name, section.codec, section.elements, part)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """What rank 0 learns of a merge: the partners that were left out, and the work that windows show."""
+
+    left_out: tuple[PeerId, ...]
+    work: tuple[PartnerWork, ...]
+
+
+class OwnedRules:
+    """The gossip of the fragments that this rank owns. `OwnedRule` on rank 0 calls its methods, by `Shards.call`.
+
+    Vectors come and go through `Shards`, in the order in which the two call it.
+    """
+
+    def __init__(self, gossip: GossipConfig, peer: PeerId, tools: RuleTools, shards: Shards) -> None:
+        """Begin without rules: `load` makes them."""
+        self.gossip, self.peer, self.tools, self.shards = gossip, peer, tools, shards
+        self._rules: dict[int, PullRule] = {}
+        self._windows: dict[int, dict[PeerId, PartnerWindow]] = {}  # by fragment: windows that wait for their merge
+        self._corrections: dict[int, Tensor] = {}  # by fragment: correction that `give_correction` scatters
+        self._states: dict[int, dict[str, Tensor]] = {}  # by fragment: vectors that `give` returns
+
+    def load(self, fragment: int, vectors: Sequence[Tensor] = ()) -> None:
+        """Set the gossip state from theta's snapshot and STATE_VECTORS; without these, start with phi = theta."""
+        theta = self.shards.gather(fragment, Slot.SNAPSHOT)
+        if fragment not in self._rules:
+            self._rules[fragment] = PullRule(self.gossip, theta.to("meta"), self.peer, self.tools)
+        self._rules[fragment].load(theta, dict(zip(STATE_VECTORS, vectors, strict=bool(vectors))))
+
+    def close(self, fragment: int, window: Window) -> Packed:
+        """Close a window; the weights are theta's snapshot."""
+        theta = self.shards.gather(fragment, Slot.SNAPSHOT)
+        rule, packer = self._rules[fragment], Packer(self.tools.codecs)
+        rule.close(theta, window, packer)
+        return Packed(packer.sections, packer.parts)
+
+    def encode(self, fragment: int, names: Sequence[str]) -> Packed:
+        """Pack these slices of the slow weights."""
+        packer = Packer(self.tools.codecs)
+        self._rules[fragment].encode(packer, names)
+        return Packed(packer.sections, packer.parts)
+
+    def add_window(self, fragment: int, peer: PeerId, tokens: int, layout: Layout, vectors: Sequence[Tensor]) -> None:
+        """Check a partner's window (`Contribution`), and keep it for the next merge. `vectors`: its bytes, uint8.
+
+        Raises:
+            ProtocolError: If a codec refuses a section.
+        """
+        (blob,) = vectors
+        one = Contribution(peer, tokens, layout, blob.numpy().tobytes())
+        self._windows.setdefault(fragment, {})[one.peer] = self._rules[fragment].partner_window(one)
+
+    def merge(self, fragment: int, partners: Sequence[PeerId], steps: int) -> MergeResult:
+        """Take the outer step with the windows of these partners; `give_correction` then gives the correction."""
+        rule, windows = self._rules[fragment], self._windows.pop(fragment, {})
+        self._corrections[fragment] = rule.merge([windows[peer] for peer in partners], steps).vector
+        return MergeResult(rule.left_out, rule.work)
+
+    def fold(self, fragment: int) -> bool:
+        """Add unpublished training to phi, given theta's snapshot; return whether theta needs a correction."""
+        correction = self._rules[fragment].fold(self.shards.gather(fragment, Slot.SNAPSHOT))
+        if correction is not None:
+            self._corrections[fragment] = correction.vector
+        return correction is not None
+
+    def give_correction(self, fragment: int) -> None:
+        """Give each rank its part of the correction."""
+        self.shards.scatter(fragment, Slot.CORRECTION, self._corrections.pop(fragment))
+
+    def keep_state(self, fragment: int, vectors: Sequence[Tensor]) -> None:
+        """Compute the vectors of a checkpoint, given the whole theta; `give` then returns them one by one."""
+        (theta,) = vectors
+        self._states[fragment] = self._rules[fragment].state(theta)
+
+    def give(self, fragment: int, name: str) -> Tensor:
+        """Return a vector that `keep_state` has computed, and keep it no longer."""
+        return self._states[fragment].pop(name)
+
+    def slow_weights(self, fragment: int) -> Tensor:
+        """Return the slow weights phi."""
+        return self._rules[fragment].phi
+
+
+class OwnedGossip(FragmentGossip):
+    """The gossip of an island that shards, on rank 0."""
+
+    rules = OwnedRules  # what each rank has for the fragments that it owns
+
+    def __init__(self, gossip: GossipConfig, peer: PeerId, tools: RuleTools, shards: Shards) -> None:
+        """Begin without fragments, and let rank 0 own some."""
+        super().__init__(gossip, peer, tools)
+        shards.own(self.rules(gossip, peer, tools, shards))
+
+    def _rule(self, live: Live, drawn: bool) -> UpdateRule:
+        assert isinstance(live, ShardedLive), "an island that shards has only parts of fragments"
+        return OwnedRule(self.gossip, live, self.peer, self.tools)
+
+
+class OwnedRule(UpdateRule):
+    """Rank 0's access to the `PullRule` of a fragment's owner."""
+
+    donated, weights_section, donates_live = PullRule.donated, PullRule.weights_section, PullRule.donates_live
+
+    def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
+        """Make the owner begin with phi = theta."""
+        self.live, self.shards, self.index = live, live.ranks.shards, live.fragment.index
+        absent = torch.empty(live.fragment.parameters, device="meta")
+        super().__init__(gossip, absent, peer, tools)
+        self.sections, self.thin_codecs = codecs_of(gossip)
+        self.on_request = tuple(slices_of(self.elements, tools.codecs))
+        self.load(absent, {})
+
+    def _call(
+        self,
+        request: Callable[..., object],
+        vectors: Sequence[Tensor] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> object:
+        return self.shards.call(self.index, request, vectors, meanwhile)
+
+    def _give_snapshot(self) -> None:
+        self.shards.feed(self.index, Slot.SNAPSHOT)
+
+    def _corrected(self) -> Correction:
+        """Give each rank its part of the correction, for `ShardedLive.add`; return a correction without a vector."""
+        self._call(OwnedRules.give_correction, meanwhile=lambda: self.shards.spread(self.index, Slot.CORRECTION))
+        return Correction(torch.empty(0))
+
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        """Pack the window's pseudo-gradient, given a snapshot that all ranks have taken.
+
+        Raises:
+            ProtocolError: If a number is not finite.
+        """
+        packed = self._call(partial(OwnedRules.close, window=window), meanwhile=self._give_snapshot)
+        assert isinstance(packed, Packed), packed
+        packed.unpack(packer)
+
+    def encode(self, packer: Packer, names: Sequence[str]) -> None:
+        """Pack these slices of the slow weights phi."""
+        packed = self._call(partial(OwnedRules.encode, names=tuple(names)))
+        assert isinstance(packed, Packed), packed
+        packed.unpack(packer)
+
+    def partner_window(self, one: Contribution) -> PartnerWindow:
+        """Let the owner check and keep a partner's window, and return it without its vectors.
+
+        Raises:
+            ProtocolError: If a codec refuses a section.
+        """
+        blob = torch.frombuffer(bytearray(one.blob), dtype=torch.uint8)
+        request = partial(OwnedRules.add_window, peer=one.peer, tokens=one.tokens, layout=one.layout)
+        self._call(request, [blob])
+        return PartnerWindow(one.peer, one.tokens, {})
+
+    def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
+        """Take the outer step with the windows of these partners, and give the ranks the correction."""
+        result = self._call(partial(OwnedRules.merge, partners=[one.peer for one in partners], steps=steps))
+        assert isinstance(result, MergeResult), result
+        self.left_out, self.work = result.left_out, result.work
+        return self._corrected()
+
+    def fold(self, theta: Tensor) -> Correction | None:
+        """Add all unpublished training to phi, given a snapshot that all ranks have taken."""
+        return self._corrected() if self._call(OwnedRules.fold, meanwhile=self._give_snapshot) else None
+
+    def state_lengths(self) -> Mapping[str, int]:
+        """Return the name and length of each vector in `state`."""
+        return dict.fromkeys(STATE_VECTORS, self.elements)
+
+    def state(self, theta: Tensor) -> Mapping[str, Tensor]:
+        """Return phi and `owed`, given the whole weights `theta`. Each vector comes from the owner when it is read."""
+        self._call(OwnedRules.keep_state, [theta])
+        return _State(self)
+
+    def given(self, name: str) -> Tensor:
+        """Return a vector of the owner's state, once."""
+        vector = self._call(partial(OwnedRules.give, name=name))
+        assert isinstance(vector, Tensor), vector
+        return vector
+
+    def load(self, theta: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta."""
+        self.live.snapshot()
+        vectors = [state[name].float() for name in STATE_VECTORS] if state else []
+        self._call(OwnedRules.load, vectors, self._give_snapshot)
+
+    def donate(self, live: Live, packer: Packer) -> None:
+        """Pack the slow weights, from which a newcomer starts."""
+        phi = self._call(OwnedRules.slow_weights)
+        assert isinstance(phi, Tensor), phi
+        packer.add("phi", self.donated["phi"], phi)
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        """Start with a donor's slow weights, and overwrite the live weights with them."""
+        live.load({THETA: donated["phi"]})
+        self.load(donated["phi"], {})
+
+
+@dataclass(frozen=True, slots=True)
+class _State(Mapping[str, Tensor]):
+    """The vectors of an owner's state; each may be read once."""
+
+    rule: OwnedRule
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rule.given(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(STATE_VECTORS)
+
+    def __len__(self) -> int:
+        return len(STATE_VECTORS)
