@@ -10,7 +10,8 @@ largest rank's against one process's; "without files" the same without pages of 
 "without process" the same without memory in use before the model is built, but after one step of a tiny layer and one
 encoded vector, so that torch, FSDP2 and the codecs are loaded.
 
-With --swarm, two islands of real peers join over loopback, and train and exchange windows for so many seconds.
+With --swarm, two islands of real peers join over loopback, and train and exchange windows for so many seconds. Their
+peaks less those of `--size 0.5M`, which are the process itself, compare with those of --ranks 1.
 """
 
 import argparse
