@@ -32,7 +32,7 @@ from decentral.core import config, quantities
 from decentral.core.device_names import CHOICES, valid_devices
 from decentral.core.errors import ExitCode, UserError
 from decentral.core.near_names import did_you_mean
-from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
+from decentral.core.own_inputs import FLAGS, MEANINGS, NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.rank_place import ATTEMPT, Place, Split
@@ -196,19 +196,10 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this peer's own inputs and uploads: its data, its model, and where to upload checkpoints."""
-    parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, if the run needs them")
-    parser.add_argument("--data-glob", metavar="PATTERN", help="the files of a folder to read; for text **/*.txt")
-    parser.add_argument("--data-column", metavar="NAME", help="the column with the text in rows of data; default text")
-    parser.add_argument("--data-part", metavar="K/N", help="read only the K-th of N parts of streamed data")
-    parser.add_argument("--tokenizer", metavar="PATH", help="this peer's own file or folder of the run's tokenizer")
-    model = "Hugging Face folder, or place of an upload, whose weights the run starts from"
-    parser.add_argument("--model-from", metavar="DIR", help=model)
-    code = "package.module:function that builds the run's model, and is imported and called on this machine"
-    parser.add_argument("--trust-model-code", metavar="NAME", help=code)
+    for name, (metavar, meaning) in MEANINGS.items():
+        parser.add_argument(FLAGS[name], metavar=metavar, help=meaning.format(places=PLACES))
     resumed = "go on from an uploaded checkpoint, at a place that decentral push names"
     parser.add_argument("--resume-from", metavar="PLACE", help=resumed)
-    upload = f"copy checkpoints to {PLACES}; off: no longer"
-    parser.add_argument("--upload", metavar="PLACE", help=upload)
     keep = "this peer's newest N uploads of the run stay there; default 3"
     parser.add_argument("--upload-keep", type=push.kept, metavar="N", help=keep)
     rate = "upload at most this fast, such as 20Mb/s"

@@ -59,6 +59,20 @@ FLAGS = {
     "tokenizer": "--tokenizer",
     "upload": "--upload",
 }
+MEANINGS = {  # by field, in the order of the help: the flag's metavar and help text; {places}: forms of a destination
+    "data": ("PATH", "this peer's own text or tokens, if the run needs them"),
+    "data_glob": ("PATTERN", "the files of a folder to read; for text **/*.txt"),
+    "data_column": ("NAME", "the column with the text in rows of data; default text"),
+    "data_part": ("K/N", "read only the K-th of N parts of streamed data"),
+    "tokenizer": ("PATH", "this peer's own file or folder of the run's tokenizer"),
+    "model_folder": ("DIR", "Hugging Face folder, or place of an upload, whose weights the run starts from"),
+    "model_code": (
+        "NAME",
+        "package.module:function that builds the run's model, and is imported and called on this machine",
+    ),
+    "upload": ("PLACE", "copy checkpoints to {places}; off: no longer"),
+}
+PATHS = ("data", "model_folder", "tokenizer")  # files and folders, which the state folder keeps as absolute paths
 OF_DATA = ("data", "data_glob", "data_column", "data_part", "tokenizer")
 NOTHING_NAMED = OwnInputs()
 NO_UPLOAD = "off"  # value of --upload that ends the uploads which an earlier start of the peer set up

@@ -1,4 +1,4 @@
-"""Choose partners and donors for one peer, from the roster and the measured links.
+"""Choose partners and list possible donors for one peer, from the roster and the measured links.
 
 `PeerSelection` shows the swarm to gossip (GossipView), to synchronous rounds (RoundView), to a joining peer (JoinView)
 and to changes of a peer's layers; routes use peers/runtime/route_planner.py instead. All results follow from the

@@ -22,7 +22,7 @@ from decentral.core import config, foreign_file, received, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
-from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
+from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, PATHS, OwnInputs
 from decentral.core.peer_folders import CHECKPOINT, JOURNAL, KEY, changed_at
 from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
@@ -171,7 +171,7 @@ class StateFolder:
             UserError: If the file cannot be written.
         """
         named = asdict(settings.own_inputs)
-        for key in ("data", "model_folder", "tokenizer"):
+        for key in PATHS:
             on_hub = key == "data" and settings.data.facts.may_be_on_hub and not Path(named[key] or "").exists()
             if named[key] is not None and not on_hub:
                 named[key] = str(Path(named[key]).absolute())
