@@ -89,7 +89,8 @@ def _start(arguments: Sequence[str]) -> None:
     elif len(devices) > 1:
         raise SystemExit(launch.island(arguments, flags.state_dir or str(state.new_path()), devices))
     elif flags.peer.split is not Split.AUTO:
-        raise UserError(f"--split {flags.peer.split} is for several devices; name them, such as --device cuda:0,cuda:1")
+        ways = "name them, such as --device cuda:0,cuda:1, or give --split auto for one device"
+        raise UserError(f"--split {flags.peer.split} is for several devices; {ways}")
     else:
         asyncio.run(start_peer.start(_downloaded(flags), flags.peer.device))
 

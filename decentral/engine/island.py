@@ -217,6 +217,8 @@ class Island:
             dist.broadcast_object_list([None], group=self.control)
 
     def _order(self, kind: Order, first: int = 0, second: int = 0) -> None:
+        if self.under_way:  # the other ranks still wait within that step, for up to STEP_S
+            raise RuntimeError("a step has failed on this rank, so the other ranks take no more orders")
         marks = [number for live in self.lives for number in (live.steps, _marks(live))]
         self.under_way = True
         self._exchange(torch.tensor([kind, first, second, *marks]))

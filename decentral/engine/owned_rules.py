@@ -221,9 +221,15 @@ class OwnedRule(UpdateRule):
         return vector
 
     def load(self, theta: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta."""
-        self.live.snapshot()
+        """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta.
+
+        Raises:
+            KeyError, ValueError: If a vector is missing, or has another number of elements than this fragment's.
+        """
         vectors = [state[name].float() for name in STATE_VECTORS] if state else []
+        if any(one.numel() != self.elements for one in vectors):
+            raise ValueError(f"the gossip state has {[one.numel() for one in vectors]} elements, not {self.elements}")
+        self.live.snapshot()
         self._call(OwnedRules.load, vectors, self._give_snapshot)
 
     def donate(self, live: Live, packer: Packer) -> None:

@@ -8,13 +8,13 @@ Two threads of each rank take part. Between two steps, the training thread carri
 a fragment only copies a part between the device and host memory of the same rank, or adds a part to the weights. While
 training goes on, parts in host memory travel between rank 0's worker thread and a thread of each other rank
 (`Shards.start`), in a separate process group. A thread waits for a part that is not in host memory yet, so orders and
-requests may arrive in any order.
+requests may arrive in any order. An error amid an exchange ends its rank, after which the launcher restarts all ranks.
 """
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Condition, Thread
@@ -170,6 +170,18 @@ def _like(vector: Tensor) -> _Vector:
     return _Vector(vector.numel(), vector.dtype)
 
 
+@contextmanager
+def _or_end(rank: int) -> Iterator[None]:
+    """End this process at an error other than a refusal: other ranks would wait for the rest of an exchange."""
+    try:
+        yield
+    except ProtocolError:
+        raise
+    except Exception as error:
+        print(f"error: rank {rank} ends: {error_text(error, None)}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 class Shards:
     """The parts of vectors on their way, and the owners of fragments. Only one thread of rank 0 may call it at a time.
 
@@ -203,14 +215,15 @@ class Shards:
         On a rank other than 0, an owner calls it during a `call`, and rank 0 makes the others send (`feed`).
         """
         division = self.division(fragment, slot)
-        whole = torch.empty(division.elements)
-        if not self.rank:
-            self._ask_others(_Request.SEND, fragment, slot, self.rank)
-        for rank in range(self.ranks):
-            if rank == self.rank:
-                division.fill(whole, rank, self.host.take(fragment, slot))
-            else:
-                division.fill(whole, rank, self.receive(division.part_elements(rank), rank))
+        with _or_end(self.rank):
+            whole = torch.empty(division.elements)
+            if not self.rank:
+                self._ask_others(_Request.SEND, fragment, slot, self.rank)
+            for rank in range(self.ranks):
+                if rank == self.rank:
+                    division.fill(whole, rank, self.host.take(fragment, slot))
+                else:
+                    division.fill(whole, rank, self.receive(division.part_elements(rank), rank))
         return whole
 
     def feed(self, fragment: int, slot: Slot) -> None:
@@ -225,12 +238,13 @@ class Shards:
         On a rank other than 0, an owner calls it during a `call`, and rank 0 makes the others receive (`spread`).
         """
         division = self.division(fragment, slot)
-        if not self.rank:
-            self._ask_others(_Request.RECEIVE, fragment, slot, self.rank)
-        for rank in range(self.ranks):
-            if rank != self.rank:
-                self.send(division.taken(whole, rank), rank)
-        self.host.put(fragment, slot, division.taken(whole, self.rank))
+        with _or_end(self.rank):
+            if not self.rank:
+                self._ask_others(_Request.RECEIVE, fragment, slot, self.rank)
+            for rank in range(self.ranks):
+                if rank != self.rank:
+                    self.send(division.taken(whole, rank), rank)
+            self.host.put(fragment, slot, division.taken(whole, self.rank))
 
     def spread(self, fragment: int, slot: Slot) -> None:
         """Receive all parts of a vector from the fragment's owner, which scatters them. Only rank 0 calls this."""
@@ -266,24 +280,24 @@ class Shards:
 
         Raises:
             ProtocolError: If the owner refuses a window.
-            RuntimeError: If the owner has failed, which ends its process.
         """
         owner = self.owner_of(fragment)
         if owner == self.rank:
             return self._work(fragment, request, vectors)
-        self._ask(owner, _Request.CALL, fragment)
-        dist.send_object_list([(request, [_like(one) for one in vectors])], owner, self.group)
-        for one in vectors:
-            self.send(one, owner)
-        meanwhile()
-        answer: list[object] = [None]
-        dist.recv_object_list(answer, owner, self.group)
-        match answer[0]:
-            case _Refused(reason, detail):
-                raise ProtocolError(reason, detail)
-            case _Vector(elements, dtype):
-                return self.receive(elements, owner, dtype)
-        return answer[0]
+        with _or_end(self.rank):
+            self._ask(owner, _Request.CALL, fragment)
+            dist.send_object_list([(request, [_like(one) for one in vectors])], owner, self.group)
+            for one in vectors:
+                self.send(one, owner)
+            meanwhile()
+            answer: list[object] = [None]
+            dist.recv_object_list(answer, owner, self.group)
+            match answer[0]:
+                case _Refused(reason, detail):
+                    raise ProtocolError(reason, detail)
+                case _Vector(elements, dtype):
+                    return self.receive(elements, owner, dtype)
+            return answer[0]
 
     def start(self) -> None:
         """On ranks other than 0, begin to carry out the requests of rank 0, on a thread of their own."""
@@ -298,9 +312,9 @@ class Shards:
             self._ask_others(_Request.END, 0, Slot.SNAPSHOT, 0)
 
     def _serve_all(self) -> None:
-        """Carry out the requests of rank 0 until it sends END or the connection to it is lost."""
+        """Carry out the requests of rank 0 until it sends END. Any error ends this process."""
         message = torch.zeros(4, dtype=torch.int64)
-        with suppress(RuntimeError):  # rank 0 is gone, which the training thread notices too
+        with _or_end(self.rank):
             while True:
                 dist.recv(message, 0, self.group)
                 kind, fragment, slot, to = message.tolist()
@@ -323,7 +337,7 @@ class Shards:
                     self.send(vector, 0)
 
     def _answered(self, fragment: int) -> object:
-        """Do the work that rank 0 has sent, and return the result. Any error but a refusal ends this process."""
+        """Do the work that rank 0 has sent, and return the result, which may be a refusal."""
         asked: list[tuple[Callable[..., object], list[_Vector]]] = [(print, [])]
         dist.recv_object_list(asked, 0, self.group)
         ((request, likes),) = asked
@@ -331,9 +345,6 @@ class Shards:
             return self._work(fragment, request, [self.receive(like.elements, 0, like.dtype) for like in likes])
         except ProtocolError as error:
             return _Refused(error.reason, error.detail)
-        except Exception as error:  # whatever it is, rank 0 waits for an answer
-            print(f"error: rank {self.rank} ends: {error_text(error, None)}", file=sys.stderr, flush=True)
-            os._exit(1)
 
     def _work(self, fragment: int, request: Callable[..., object], vectors: Sequence[Tensor]) -> object:
         return request(self._owned, fragment, vectors=vectors) if vectors else request(self._owned, fragment)

@@ -19,6 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.data import corpora
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.island import Assignment, Island, follow
+from decentral.engine.shards import Order
 from decentral.engine.step import ALONE, Device, Ranks
 from tests.patient_time import LIMIT_S
 
@@ -199,3 +200,10 @@ def test_what_changed_rank_0_alone_is_in_the_other_rank_s_weights(ended: Callabl
 def test_after_a_checkpoint_the_other_rank_goes_on_with_its_counts_too(ended: Callable[[str, int], Ended]) -> None:
     assert ended("a checkpoint", 1)["steps"].tolist() == [5, 5, 5]
     assert torch.equal(ended("a checkpoint", 1)["0.theta"], ended("five steps", 1)["0.theta"])
+
+
+def test_after_a_failed_step_rank_0_does_not_wait_for_ranks_that_take_no_orders() -> None:
+    island = Island.__new__(Island)  # a rank that has not connected
+    island.lives, island.under_way = (), True
+    with pytest.raises(RuntimeError, match="a step has failed on this rank"):
+        island.tell(Order.LIFT, 0, 0)

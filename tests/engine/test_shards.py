@@ -1,11 +1,16 @@
 """Vectors of a fragment that several ranks divide: each number is with one rank, and none is lost on its way."""
 
+import os
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch import distributed as dist
 
 from decentral.core import config
 from decentral.engine import memory, shards
-from decentral.engine.shards import Cut, Division, HostParts, Slot
+from decentral.engine.shards import Cut, Division, HostParts, Shards, Slot
 
 CUTS = (Cut(torch.Size((5, 3)), 0), Cut(torch.Size((4, 6)), 1), Cut(torch.Size((2, 2)), 0))
 WHOLE = torch.arange(15 + 24 + 4.0)
@@ -41,6 +46,48 @@ def test_a_part_on_its_way_is_not_overwritten_before_it_was_taken(monkeypatch: p
     assert host.take(0, Slot.CORRECTION) is WHOLE
     with pytest.raises(RuntimeError, match="CORRECTION of fragment 0 did not come"):
         host.take(0, Slot.CORRECTION)
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which this rank would have ended. It has no memory for a part that another rank sends."""
+    found: list[int] = []
+
+    def receive(vector: Tensor, *_: object) -> None:
+        if vector.is_floating_point():
+            raise RuntimeError("can't allocate memory")
+        vector.copy_(torch.tensor([shards._Request.RECEIVE, 0, Slot.THETA, 0]))
+
+    monkeypatch.setattr(os, "_exit", found.append)
+    monkeypatch.setattr(dist, "send", lambda *_: None)
+    monkeypatch.setattr(dist, "recv", receive)
+    return found
+
+
+def one_of_two(rank: int) -> Shards:
+    group: Any = None
+    one, division = Shards(rank, 2, group), Division(CUTS, 2)
+    one.divisions.append((division, division))
+    one.host.put(0, Slot.THETA, division.taken(WHOLE, rank))
+    return one
+
+
+def test_rank_0_ends_if_it_cannot_take_what_other_ranks_send(
+    exits: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_of_two(0).gather(0, Slot.THETA)
+    assert exits == [1]
+    assert capsys.readouterr().err == "error: rank 0 ends: can't allocate memory\n"
+
+
+def test_another_rank_ends_if_it_cannot_do_what_rank_0_asks(
+    exits: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = one_of_two(1)
+    one.start()
+    one.end()
+    assert exits == [1]
+    assert capsys.readouterr().err == "error: rank 1 ends: can't allocate memory\n"
 
 
 @pytest.mark.parametrize("fragments", [[100] * 12, [1, *[1000] * 12, 1], [300, 200, 100] * 4])
