@@ -103,7 +103,7 @@ ALGORITHMS = {
             memory_bytes=16,  # 12 in fp32 vectors, 4 in our snapshot and its encoded answers
             large_memory_bytes=12,  # 10 in vectors, since one is int8 or bf16; 2 in our snapshot with the slow weights
             full_merge_memory_bytes=9,  # 4 in an fp32 vector, 3 in two residuals (int8: 2, bf16: 4); 2 in our snapshot
-            sharded="decentral.engine.owned_rules:OwnedGossip",
+            sharded="decentral.engine.owned_rules:RemoteGossip",
             limits_partners=True,
             is_estimated=True,
         ),

@@ -1,9 +1,9 @@
-"""Gossip in an island that shards: the gossip state of each fragment is whole on one rank, the fragment's owner.
+"""Gossip in an island whose ranks divide the model: one rank, a fragment's owner, has all of the fragment's state.
 
-The owner has an ordinary `PullRule`. Rank 0 has `OwnedRule` in its place, which lets the owner do the work. At a close,
-the ranks send their parts of theta to the owner, which sends the encoded window to rank 0. At a merge, the owner gets
-partners' encoded windows, and sends each rank its part of the correction. So 8 bytes a parameter travel between the
-ranks in each window, and the ranks divide the memory and the work of gossip.
+An island is a peer with several devices, with a process (a rank) for each. The owner has an ordinary `PullRule`. Rank 0
+has `RemoteRule` in its place, which lets the owner do the work. At a close, the ranks send their parts of theta to the
+owner (4 bytes a parameter), which sends the encoded window to rank 0. At a merge, the owner gets partners' encoded
+windows, and sends each rank its part of the correction (4 bytes). So the ranks divide gossip's memory and work.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,10 +47,10 @@ class MergeResult:
     work: tuple[PartnerWork, ...]
 
 
-class OwnedRules:
-    """The gossip of the fragments that this rank owns. `OwnedRule` on rank 0 calls its methods, by `Shards.call`.
+class OwnerWork:
+    """The gossip of the fragments that this rank owns. `RemoteRule` on rank 0 calls its methods, by `Shards.call`.
 
-    Vectors come and go through `Shards`, in the order in which the two call it.
+    Each `gather` or `scatter` here pairs with a `feed` or `spread` of `RemoteRule`, in the same sequence.
     """
 
     def __init__(self, gossip: GossipConfig, peer: PeerId, tools: RuleTools, shards: Shards) -> None:
@@ -58,15 +58,15 @@ class OwnedRules:
         self.gossip, self.peer, self.tools, self.shards = gossip, peer, tools, shards
         self._rules: dict[int, PullRule] = {}
         self._windows: dict[int, dict[PeerId, PartnerWindow]] = {}  # by fragment: windows that wait for their merge
-        self._corrections: dict[int, Tensor] = {}  # by fragment: correction that `give_correction` scatters
-        self._states: dict[int, dict[str, Tensor]] = {}  # by fragment: vectors that `give` returns
+        self._corrections: dict[int, Tensor] = {}  # by fragment: correction that `scatter_correction` scatters
+        self._states: dict[int, dict[str, Tensor]] = {}  # by fragment: vectors that `pop_state` returns
 
     def load(self, fragment: int, vectors: Sequence[Tensor] = ()) -> None:
-        """Set the gossip state from theta's snapshot and STATE_VECTORS; without these, start with phi = theta."""
+        """Set the state from theta in `Slot.SNAPSHOT` and from STATE_VECTORS; without these, start with phi = theta."""
         theta = self.shards.gather(fragment, Slot.SNAPSHOT)
         if fragment not in self._rules:
             self._rules[fragment] = PullRule(self.gossip, theta.to("meta"), self.peer, self.tools)
-        self._rules[fragment].load(theta, dict(zip(STATE_VECTORS, vectors, strict=bool(vectors))))
+        self._rules[fragment].load(theta, dict(zip(STATE_VECTORS, vectors, strict=False)))
 
     def close(self, fragment: int, window: Window) -> Packed:
         """Close a window; the weights are theta's snapshot."""
@@ -92,7 +92,7 @@ class OwnedRules:
         self._windows.setdefault(fragment, {})[one.peer] = self._rules[fragment].partner_window(one)
 
     def merge(self, fragment: int, partners: Sequence[PeerId], steps: int) -> MergeResult:
-        """Take the outer step with the windows of these partners; `give_correction` then gives the correction."""
+        """Take the outer step with the windows of these partners; `scatter_correction` then gives the correction."""
         rule, windows = self._rules[fragment], self._windows.pop(fragment, {})
         self._corrections[fragment] = rule.merge([windows[peer] for peer in partners], steps).vector
         return MergeResult(rule.left_out, rule.work)
@@ -104,16 +104,16 @@ class OwnedRules:
             self._corrections[fragment] = correction.vector
         return correction is not None
 
-    def give_correction(self, fragment: int) -> None:
+    def scatter_correction(self, fragment: int) -> None:
         """Give each rank its part of the correction."""
         self.shards.scatter(fragment, Slot.CORRECTION, self._corrections.pop(fragment))
 
     def keep_state(self, fragment: int, vectors: Sequence[Tensor]) -> None:
-        """Compute the vectors of a checkpoint, given the whole theta; `give` then returns them one by one."""
+        """Compute a checkpoint's vectors, which `pop_state` then returns. `vectors`: theta, which rank 0 has whole."""
         (theta,) = vectors
         self._states[fragment] = self._rules[fragment].state(theta)
 
-    def give(self, fragment: int, name: str) -> Tensor:
+    def pop_state(self, fragment: int, name: str) -> Tensor:
         """Return a vector that `keep_state` has computed, and keep it no longer."""
         return self._states[fragment].pop(name)
 
@@ -122,10 +122,10 @@ class OwnedRules:
         return self._rules[fragment].phi
 
 
-class OwnedGossip(FragmentGossip):
+class RemoteGossip(FragmentGossip):
     """The gossip of an island that shards, on rank 0."""
 
-    rules = OwnedRules  # what each rank has for the fragments that it owns
+    rules = OwnerWork  # `follow` (engine/island.py) makes one on each other rank
 
     def __init__(self, gossip: GossipConfig, peer: PeerId, tools: RuleTools, shards: Shards) -> None:
         """Begin without fragments, and let rank 0 own some."""
@@ -134,10 +134,10 @@ class OwnedGossip(FragmentGossip):
 
     def _rule(self, live: Live, drawn: bool) -> UpdateRule:
         assert isinstance(live, ShardedLive), "an island that shards has only parts of fragments"
-        return OwnedRule(self.gossip, live, self.peer, self.tools)
+        return RemoteRule(self.gossip, live, self.peer, self.tools)
 
 
-class OwnedRule(UpdateRule):
+class RemoteRule(UpdateRule):
     """Rank 0's access to the `PullRule` of a fragment's owner."""
 
     donated, weights_section, donates_live = PullRule.donated, PullRule.weights_section, PullRule.donates_live
@@ -145,11 +145,11 @@ class OwnedRule(UpdateRule):
     def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
         """Make the owner begin with phi = theta."""
         self.live, self.shards, self.index = live, live.ranks.shards, live.fragment.index
-        absent = torch.empty(live.fragment.parameters, device="meta")
-        super().__init__(gossip, absent, peer, tools)
+        shape_only = torch.empty(live.fragment.parameters, device="meta")
+        super().__init__(gossip, shape_only, peer, tools)
         self.sections, self.thin_codecs = codecs_of(gossip)
         self.on_request = tuple(slices_of(self.elements, tools.codecs))
-        self.load(absent, {})
+        self.load(shape_only, {})
 
     def _call(
         self,
@@ -159,27 +159,27 @@ class OwnedRule(UpdateRule):
     ) -> object:
         return self.shards.call(self.index, request, vectors, meanwhile)
 
-    def _give_snapshot(self) -> None:
+    def _feed_snapshot(self) -> None:
         self.shards.feed(self.index, Slot.SNAPSHOT)
 
-    def _corrected(self) -> Correction:
+    def _spread_correction(self) -> Correction:
         """Give each rank its part of the correction, for `ShardedLive.add`; return a correction without a vector."""
-        self._call(OwnedRules.give_correction, meanwhile=lambda: self.shards.spread(self.index, Slot.CORRECTION))
+        self._call(OwnerWork.scatter_correction, meanwhile=lambda: self.shards.spread(self.index, Slot.CORRECTION))
         return Correction(torch.empty(0))
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
-        """Pack the window's pseudo-gradient, given a snapshot that all ranks have taken.
+        """Pack the window's pseudo-gradient. The weights are the ranks' snapshot, not `theta`.
 
         Raises:
             ProtocolError: If a number is not finite.
         """
-        packed = self._call(partial(OwnedRules.close, window=window), meanwhile=self._give_snapshot)
+        packed = self._call(partial(OwnerWork.close, window=window), meanwhile=self._feed_snapshot)
         assert isinstance(packed, Packed), packed
         packed.unpack(packer)
 
     def encode(self, packer: Packer, names: Sequence[str]) -> None:
         """Pack these slices of the slow weights phi."""
-        packed = self._call(partial(OwnedRules.encode, names=tuple(names)))
+        packed = self._call(partial(OwnerWork.encode, names=tuple(names)))
         assert isinstance(packed, Packed), packed
         packed.unpack(packer)
 
@@ -190,20 +190,20 @@ class OwnedRule(UpdateRule):
             ProtocolError: If a codec refuses a section.
         """
         blob = torch.frombuffer(bytearray(one.blob), dtype=torch.uint8)
-        request = partial(OwnedRules.add_window, peer=one.peer, tokens=one.tokens, layout=one.layout)
+        request = partial(OwnerWork.add_window, peer=one.peer, tokens=one.tokens, layout=one.layout)
         self._call(request, [blob])
         return PartnerWindow(one.peer, one.tokens, {})
 
     def merge(self, partners: Sequence[PartnerWindow], steps: int) -> Correction:
         """Take the outer step with the windows of these partners, and give the ranks the correction."""
-        result = self._call(partial(OwnedRules.merge, partners=[one.peer for one in partners], steps=steps))
+        result = self._call(partial(OwnerWork.merge, partners=[one.peer for one in partners], steps=steps))
         assert isinstance(result, MergeResult), result
         self.left_out, self.work = result.left_out, result.work
-        return self._corrected()
+        return self._spread_correction()
 
     def fold(self, theta: Tensor) -> Correction | None:
-        """Add all unpublished training to phi, given a snapshot that all ranks have taken."""
-        return self._corrected() if self._call(OwnedRules.fold, meanwhile=self._give_snapshot) else None
+        """Add all unpublished training to phi. The weights are the ranks' snapshot, not `theta`."""
+        return self._spread_correction() if self._call(OwnerWork.fold, meanwhile=self._feed_snapshot) else None
 
     def state_lengths(self) -> Mapping[str, int]:
         """Return the name and length of each vector in `state`."""
@@ -211,17 +211,17 @@ class OwnedRule(UpdateRule):
 
     def state(self, theta: Tensor) -> Mapping[str, Tensor]:
         """Return phi and `owed`, given the whole weights `theta`. Each vector comes from the owner when it is read."""
-        self._call(OwnedRules.keep_state, [theta])
+        self._call(OwnerWork.keep_state, [theta])
         return _State(self)
 
-    def given(self, name: str) -> Tensor:
+    def fetch_state(self, name: str) -> Tensor:
         """Return a vector of the owner's state, once."""
-        vector = self._call(partial(OwnedRules.give, name=name))
+        vector = self._call(partial(OwnerWork.pop_state, name=name))
         assert isinstance(vector, Tensor), vector
         return vector
 
     def load(self, theta: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta.
+        """Set the state from all ranks' weights, not `theta`, and a checkpoint's `state`; without it, set phi = theta.
 
         Raises:
             KeyError, ValueError: If a vector is missing, or has another number of elements than this fragment's.
@@ -230,11 +230,11 @@ class OwnedRule(UpdateRule):
         if any(one.numel() != self.elements for one in vectors):
             raise ValueError(f"the gossip state has {[one.numel() for one in vectors]} elements, not {self.elements}")
         self.live.snapshot()
-        self._call(OwnedRules.load, vectors, self._give_snapshot)
+        self._call(OwnerWork.load, vectors, self._feed_snapshot)
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""
-        phi = self._call(OwnedRules.slow_weights)
+        phi = self._call(OwnerWork.slow_weights)
         assert isinstance(phi, Tensor), phi
         packer.add("phi", self.donated["phi"], phi)
 
@@ -248,10 +248,10 @@ class OwnedRule(UpdateRule):
 class _State(Mapping[str, Tensor]):
     """The vectors of an owner's state; each may be read once."""
 
-    rule: OwnedRule
+    rule: RemoteRule
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.rule.given(name)
+        return self.rule.fetch_state(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(STATE_VECTORS)

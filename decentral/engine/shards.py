@@ -1,14 +1,15 @@
-"""Divide the tensors of a fragment over the ranks of an island, and move them between the ranks by fragment.
+"""Divide the tensors of a fragment over the ranks of an island, and move one vector at a time between the ranks.
 
-In an island that shards, no rank has a whole model. On its device, each rank keeps its part of theta, gradient and
-optimizer state (`ShardedLive`). The gossip state of a fragment is whole in the host memory of one rank, the fragment's
-owner (`owners_of`), which does the work of its windows and merges (engine/owned_rules.py). Start reading at `Shards`.
+In an island whose ranks divide the model, no rank has all of it. On its device, each rank keeps its part of theta,
+gradient and optimizer state (`ShardedLive`). The gossip state of a fragment is whole in the host memory of one rank,
+the fragment's owner (`owners_of`), which does the work of that fragment's windows and merges (engine/owned_rules.py).
+Start reading at `Shards`.
 
 Two threads of each rank take part. Between two steps, the training thread carries out rank 0's `Order`s. An order about
 a fragment only copies a part between the device and host memory of the same rank, or adds a part to the weights. While
 training goes on, parts in host memory travel between rank 0's worker thread and a thread of each other rank
 (`Shards.start`), in a separate process group. A thread waits for a part that is not in host memory yet, so orders and
-requests may arrive in any order. An error amid an exchange ends its rank, after which the launcher restarts all ranks.
+requests may arrive in any sequence. An error amid an exchange ends its rank; the launcher then restarts all ranks.
 """
 
 import os
@@ -27,8 +28,8 @@ from decentral.core.errors import ProtocolError
 from decentral.core.plain_text import error_text
 
 PART_S = 600.0  # a part that does not come to host memory within this time shows that another thread or rank has failed
-# Rank 0 has the windows that this peer and its partners publish. They take as much memory as the gossip state of
-# fragments with this share of all parameters, so rank 0 owns fewer fragments.
+# The windows that this peer and its partners publish lie on rank 0. They weigh like the gossip state of this share of
+# all parameters, so rank 0 owns fewer fragments.
 PUBLISHED_SHARE = 0.2
 
 
@@ -45,7 +46,7 @@ class Order(IntEnum):
 
 
 class Slot(IntEnum):
-    """A place for a vector of a fragment on its way; each rank's host memory has that rank's part of the vector."""
+    """A place in host memory where each rank's part of a vector waits, between its device and the network."""
 
     SNAPSHOT = 0  # theta at the end of a window
     CORRECTION = 1
@@ -56,7 +57,7 @@ class Slot(IntEnum):
 
 
 class _Request(IntEnum):
-    """A kind of request that rank 0 sends to another rank."""
+    """A kind of request that rank 0 sends to one other rank, whose thread of `Shards.start` carries it out."""
 
     END = 0
     SEND = 1  # send your part of a vector to another rank
@@ -160,7 +161,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Vector:
-    """A vector that comes next."""
+    """Announces the vector that its sender sends next."""
 
     elements: int
     dtype: torch.dtype
@@ -183,7 +184,9 @@ def _or_end(rank: int) -> Iterator[None]:
 
 
 class Shards:
-    """The parts of vectors on their way, and the owners of fragments. Only one thread of rank 0 may call it at a time.
+    """The parts of vectors on their way, and the owners of fragments.
+
+    Only one thread of rank 0 may call it at a time; on other ranks, only the thread of `start`.
 
     The attribute `host` has this rank's parts, and `divisions` the division of each fragment's vectors: that of theta,
     and that of AdamW's second moments.
@@ -227,7 +230,7 @@ class Shards:
         return whole
 
     def feed(self, fragment: int, slot: Slot) -> None:
-        """Send all parts of a vector to the fragment's owner, which gathers them. Only rank 0 calls this."""
+        """Send all parts of a vector to the fragment's owner, another rank, which gathers them. Rank 0 calls this."""
         owner = self.owner_of(fragment)
         self._ask_others(_Request.SEND, fragment, slot, owner)
         self.send(self.host.take(fragment, slot), owner)
@@ -247,7 +250,7 @@ class Shards:
             self.host.put(fragment, slot, division.taken(whole, self.rank))
 
     def spread(self, fragment: int, slot: Slot) -> None:
-        """Receive all parts of a vector from the fragment's owner, which scatters them. Only rank 0 calls this."""
+        """Receive rank 0's part of a vector from its owner, another rank, and let the others receive theirs."""
         owner = self.owner_of(fragment)
         self._ask_others(_Request.RECEIVE, fragment, slot, owner)
         self.host.put(fragment, slot, self.receive(self.division(fragment, slot).part_elements(0), owner))
@@ -338,7 +341,7 @@ class Shards:
 
     def _answered(self, fragment: int) -> object:
         """Do the work that rank 0 has sent, and return the result, which may be a refusal."""
-        asked: list[tuple[Callable[..., object], list[_Vector]]] = [(print, [])]
+        asked: list[tuple[Callable[..., object], list[_Vector]]] = [(print, [])]  # overwritten by what comes
         dist.recv_object_list(asked, 0, self.group)
         ((request, likes),) = asked
         try:
@@ -379,7 +382,7 @@ def owners_of(elements: Sequence[int], ranks: int) -> list[int]:
 class MatrixExchange:
     """Gathers whole matrices from the ranks' parts, and sends parts back.
 
-    Each matrix is whole on one rank only, its owner: matrix i belongs to rank i modulo the number of ranks.
+    Each matrix is whole on one rank only, which computes with it: matrix i on rank i modulo the number of ranks.
     """
 
     def __init__(self, cuts: Sequence[Cut], rank: int, ranks: int) -> None:
