@@ -427,9 +427,10 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
     }
     begins = ["choosing which layers this peer holds", "loading the data (python-stdlib)", "building the model"]
     network, directory = "opening the network", "joining the DHT"
-    assert said[0] == [network, directory, *begins, "measuring the device"]
+    first, second = f"beginning a new run in {folder / 'peer-0'}", f"joining a run in {folder / 'peer-1'}"
+    assert said[0] == [first, network, directory, *begins, "measuring the device"]
     (asking,) = (line for line in said[1] if line.startswith("asking /ip4/"))
-    assert said[1] == [network, asking, directory, *begins]
+    assert said[1] == [second, network, asking, directory, *begins]
 
 
 # A peer that is killed

@@ -41,6 +41,8 @@ NOT_OF_BYTES = {
     "peers.membership.records.require_valid": "our own record",
     "peers.membership.statements.opened": "a journal's base64 of a record: tests/peers/membership/test_statements.py",
     "serving.gather_weights._fetch": "a decoded message",
+    "engine.owned_rules.partner_window": "hands a window to the rule of its owner",
+    "engine.shards.call": "raises what the owner's rule has raised",
     "sim.planned.read": "a plan that the user names: tests/sim/test_planned.py",
     "view.page.sources.facts": "a run.json that the user names; a damaged one counts as none",
     "view.page.sources.lines": "journals that the user names, and what the process that started the page writes",

@@ -26,7 +26,7 @@ STAND_IN = Path(__file__).parent / "stand_in.py"
 SIZES = {  # what a page says -> what the test runs instead
     "--model 125M": "--model 0.1M",
     "peer small ": f"peer small {shlex.join(TINY)} --set train.micro_batch=4 ",
-    "--peers 20 ": "--peers 3 ",
+    "--peers 20 ": "--peers 5 ",
     "--seconds 120": "--seconds 5",
     "--dashboard 0.0.0.0:8420": "--dashboard 127.0.0.1:0",
     "dashboard --join": "dashboard --at 127.0.0.1:0 --join",
