@@ -23,10 +23,8 @@ STALL_S = 5.0  # between two ticks: this process did not run, and perhaps none d
 TAIL_S = 30.0  # watched after the last fault
 OF_NETWORK = ("cut", "daemon")
 KILLED = -signal.SIGKILL
-LEFT = (
-    ExitCode.DONE,
-    ExitCode.INTERRUPTED,
-)  # exit codes of a peer that left when it was told to, the second one while it started
+# Exit codes of a peer that left when it was told to, the second one while it started.
+LEFT = ExitCode.DONE, ExitCode.INTERRUPTED
 
 
 class Driver:

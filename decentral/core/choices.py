@@ -32,9 +32,8 @@ class Algorithm:
     # "module:name" of the FragmentGossip of which each device of a peer owns some fragments (engine/owned_rules.py).
     # Without such a class, the devices cannot divide the model.
     sharded: str = ""
-    limits_partners: bool = (
-        False  # whether one hostile partner can change the weights only a little (comm/gossip/trust.py)
-    )
+    # Whether one hostile partner can change the weights only a little (comm/gossip/trust.py).
+    limits_partners: bool = False
     is_estimated: bool = False  # whether decentral.estimate can predict its traffic (commands/estimates/traffic.py)
 
     def state_bytes(self, parameters: int, full_merges: bool) -> int:

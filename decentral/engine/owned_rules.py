@@ -114,7 +114,7 @@ class OwnerWork:
         self._states[fragment] = self._rules[fragment].state(theta)
 
     def pop_state(self, fragment: int, name: str) -> Tensor:
-        """Return a vector that `keep_state` has computed, and keep it no longer."""
+        """Return one of the vectors that `keep_state` has computed, and forget it."""
         return self._states[fragment].pop(name)
 
     def slow_weights(self, fragment: int) -> Tensor:

@@ -150,7 +150,7 @@ class ShardedLive(Live):
             self._everywhere(Order.PUT, names.index(name))
 
     def copy_out(self, buffer: Callable[[], Tensor]) -> Arrive:
-        """Take a `snapshot`, which the fragment's owner gathers; return a function that returns an empty vector."""
+        """Take a `snapshot`, and return a function that returns an empty vector: the fragment's owner gathers theta."""
         self.snapshot()
         return lambda: torch.empty(0)
 

@@ -60,9 +60,9 @@ class _Request(IntEnum):
     """A kind of request that rank 0 sends to one other rank, whose thread of `Shards.start` carries it out."""
 
     END = 0
-    SEND = 1  # send your part of a vector to another rank
-    RECEIVE = 2  # receive your part of a vector from another rank
-    CALL = 3  # work on the gossip state of a fragment that you own
+    SEND = 1  # the rank sends its part of a vector to another rank
+    RECEIVE = 2  # the rank receives its part of a vector from another rank
+    CALL = 3  # the rank works on the gossip state of a fragment that it owns
 
 
 @dataclass(frozen=True, slots=True)
