@@ -144,7 +144,7 @@ def _peers(case: Case, seconds: float) -> Measured:
     within = [[line for line in lines if begins <= line["t"] <= ends] for lines in steps]
     written = [(line["t"], lines) for lines in journals for line in lines if line["event"] == "checkpoint"]
     stalls = [stall_s(lines, at) for at, lines in written if begins <= at <= ends]
-    spent = PeerTotals.of(line for lines in within for line in lines).work.spent
+    spent = PeerTotals.of(line for lines in within for line in lines[1:]).work.spent  # a line has the time before it
     known = [
         line["seconds"] for lines in journals for line in lines if line["event"] == "checkpoint" and "seconds" in line
     ]
