@@ -30,7 +30,7 @@ from decentral.core.plain_text import error_text
 PART_S = 600.0  # a part that does not come to host memory within this time shows that another thread or rank has failed
 # The windows that this peer and its partners publish lie on rank 0. They weigh like the gossip state of this share of
 # all parameters, so rank 0 owns fewer fragments.
-PUBLISHED_SHARE = 0.35
+PUBLISHED_SHARE = 0.45
 
 
 class Order(IntEnum):

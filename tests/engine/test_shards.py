@@ -103,7 +103,7 @@ def test_owners_have_about_as_many_parameters_each_and_rank_0_fewer(fragments: l
 
 def test_rank_0_owns_fewer_fragments_than_the_other_ranks() -> None:
     owned = {ranks: shards.owners_of([1] * 24, ranks) for ranks in (2, 4, 8)}
-    assert {ranks: owners.count(0) for ranks, owners in owned.items()} == {2: 8, 4: 0, 8: 0}
+    assert {ranks: owners.count(0) for ranks, owners in owned.items()} == {2: 7, 4: 0, 8: 0}
 
 
 def test_a_rank_is_counted_with_what_it_takes_of_a_large_model_s_memory() -> None:
