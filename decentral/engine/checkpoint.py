@@ -121,14 +121,26 @@ def _check_sum(name: str, tensor: Tensor, expected: int) -> None:
 
 def _read(folder: Path, what: Callable[[Any, JsonObject], Read]) -> Read | None:
     path = folder / FILE
-    if not path.exists():
-        return None
+    while path.exists():
+        version = _version(path)
+        try:
+            foreign_file.require_fit(path)
+            with safe_open(path, framework="pt") as file:
+                return what(file, strict_json.loads(file.metadata()["facts"]))
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # safetensors opens the path again for the tensors, and a running peer may have replaced the file by then.
+            if _version(path) == version:
+                raise DamagedCheckpoint(folder, str(error)) from None
+    return None
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Return what tells this file from one that replaces it; None if there is no file."""
     try:
-        foreign_file.require_fit(path)
-        with safe_open(path, framework="pt") as file:
-            return what(file, strict_json.loads(file.metadata()["facts"]))
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(folder, str(error)) from None
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 class DamagedCheckpoint(UserError):
