@@ -56,8 +56,7 @@ DAEMON_END_S = 5.0  # if hivemind has stopped reading a daemon's answers, we kil
 # A killed peer's daemon occupies its port until it notices that the peer is gone (1.4 s on an idle machine). So if a
 # port is taken, we try to start our daemon again every PORT_AGAIN_S, for up to OLD_DAEMON_S.
 OLD_DAEMON_S, PORT_AGAIN_S = 5.0, 0.2
-# We remember at most this many peers as connected. When they are that many, a peer that we dial replaces another peer,
-# and a peer that asks us a question is not remembered.
+# This many peers are remembered as connected; then one that we dial replaces another, and one that asks us does not.
 MOST_CONNECTED = 256
 LISTED_S = 5.0  # a DHT call asks the daemon for the connected peers again if the last list is older than this
 MOST_LEARNED = 4096  # we remember the addresses of at most this many peers; then the oldest are forgotten
@@ -240,6 +239,10 @@ class Libp2p:
     def pace(self, rate: Callable[[], float | None]) -> None:
         """Send questions and answers at `rate()` bytes/s at most from now on; a rate of None means no limit."""
         self._uplink.queue.pace_by(rate)
+
+    def take_sent(self) -> Mapping[PeerId, int]:
+        """Return the bytes of large messages, without probes, that have left to each peer since the last call."""
+        return self._uplink.take_sent()
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         """Ask a peer a question and return its answer. Raises AskError if no answer comes in `deadline_s` seconds."""

@@ -143,7 +143,9 @@ class Asker:
     async def _ask_on(self, stream: Stream, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
         keep = False
         try:
-            answer = await ask_on(stream.reader, self.uplink.paced(stream.writer, envelope), envelope, max_blob_bytes)
+            answer = await ask_on(
+                stream.reader, self.uplink.paced(stream.writer, envelope, to), envelope, max_blob_bytes
+            )
             keep = not isinstance(answer.envelope.message, Refused)  # the server may close the stream after a refusal
             return answer
         finally:
@@ -386,7 +388,7 @@ class Server:
             return await self._answer_proof(private, sender, question.message, writer)
         async with asyncio.timeout(STREAM_ANSWER_S):
             answer = await self.handler(sender, question)
-        there = await self._write(writer, answer)
+        there = await self._write(sender, writer, answer)
         if not share.known and isinstance(question.message, Question) and question.message.for_strangers:
             await asyncio.sleep(STRANGER_PAUSE_S)  # limits peers without a known record to about 300 questions/s in all
         return there
@@ -398,7 +400,7 @@ class Server:
         answer = private.answer(sender, proof)
         if isinstance(answer.message, Refused):
             self.refused[answer.message.reason] += 1
-        return await self._write(writer, answer) and private.admits(sender)
+        return await self._write(sender, writer, answer) and private.admits(sender)
 
     async def _refuse(self, sender: PeerId, error: ProtocolError, reader: blobs.Reader, writer: blobs.Writer) -> None:
         member = self.private is None or self.private.admits(sender)
@@ -406,18 +408,18 @@ class Server:
         if not room.take(sender):
             return
         try:
-            if await self._write(writer, Envelope(Refused(error.reason, str(error)[:200]))):
+            if await self._write(sender, writer, Envelope(Refused(error.reason, str(error)[:200]))):
                 await _linger(reader)
         except TimeoutError:
             self.refused[Reason.DEADLINE] += 1
         finally:
             room.give_back(sender)
 
-    async def _write(self, writer: blobs.Writer, answer: Envelope) -> bool:
-        """Write an answer, and return whether the sender of the question was still connected."""
+    async def _write(self, sender: PeerId, writer: blobs.Writer, answer: Envelope) -> bool:
+        """Write an answer to `sender`, and return whether the sender of the question was still connected."""
         try:
             async with asyncio.timeout(WRITE_S):
-                await blobs.write(self.uplink.paced(writer, answer), answer)
+                await blobs.write(self.uplink.paced(writer, answer, sender), answer)
         except ConnectionError:
             return False
         return True

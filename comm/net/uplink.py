@@ -5,13 +5,15 @@ allows.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, traffic_kind
 from decentral.comm.wire.blobs import Writer
 from decentral.comm.wire.codec import Envelope
+from decentral.core.ids import PeerId
 
 
 class FutureQueue(UplinkQueue["asyncio.Future[None]"]):
@@ -27,6 +29,7 @@ class Uplink:
     """Schedules what we send over our uplink: each piece of a message waits until `queue` says that it may be sent."""
 
     queue: FutureQueue = field(default_factory=FutureQueue)
+    _sent: Counter[PeerId] = field(default_factory=Counter)  # bytes of large messages since the last `take_sent`
     _timer: asyncio.TimerHandle | None = None
 
     @property
@@ -34,13 +37,22 @@ class Uplink:
         """Return whether messages are sent at once: no rate limit is set, and no probe measures the uplink."""
         return self.queue.is_free(asyncio.get_running_loop().time())
 
-    def paced(self, writer: Writer, envelope: Envelope) -> Writer:
-        """Return a writer that sends this message as the queue allows, or `writer` itself if no wait is needed."""
+    def paced(self, writer: Writer, envelope: Envelope, peer: PeerId) -> Writer:
+        """Return a writer that sends this message to `peer` as the queue allows; `writer` itself if it never waits."""
         now = asyncio.get_running_loop().time()
         if not self.queue.paces(envelope, now):
             return writer
         turn = self.queue.turn(len(envelope.blob), now)
-        return PacedWriter(self, writer, traffic_kind(envelope.message), turn)
+        return PacedWriter(self, writer, peer, traffic_kind(envelope.message), turn)
+
+    def sent(self, peer: PeerId, size: int) -> None:
+        """Count `size` bytes of a message as sent to this peer."""
+        self._sent[peer] += size
+
+    def take_sent(self) -> Mapping[PeerId, int]:
+        """Return the bytes that `sent` has counted for each peer since the last call."""
+        taken, self._sent = self._sent, Counter()
+        return taken
 
     async def await_turn(self, kind: Kind, turn: Turn, size: int) -> None:
         """Wait until a piece of `size` bytes may be sent; `kind` and `turn` describe the message of the piece."""
@@ -86,6 +98,7 @@ class PacedWriter:
 
     uplink: Uplink
     writer: Writer
+    peer: PeerId
     kind: Kind
     turn: Turn
     _written: list[bytes] = field(default_factory=list)
@@ -99,10 +112,13 @@ class PacedWriter:
         written, self._written = self._written, []
         if self.uplink.free:
             self.writer.write(b"".join(written) if len(written) > 1 else written[0])
-            return await self.writer.drain()
+            await self.writer.drain()
+            self.uplink.sent(self.peer, sum(map(len, written)))
+            return
         for view in [memoryview(data) for data in written]:
             for start in range(0, len(view), TURN_BYTES):
                 piece = view[start : start + TURN_BYTES]
                 await self.uplink.await_turn(self.kind, self.turn, len(piece))
                 self.writer.write(piece)  # type: ignore[arg-type]  # asyncio's writers take any buffer
                 await self.writer.drain()
+                self.uplink.sent(self.peer, len(piece))

@@ -18,6 +18,7 @@ from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
+from decentral.comm.wire.carried import CarriedRates, TakeSent
 from decentral.comm.wire.slow_start import SLOW_PART, rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
@@ -153,6 +154,7 @@ class Meter:
 
     links: dict[PeerId, Link] = field(default_factory=dict)
     uploads: list[Upload] = field(default_factory=list)
+    _carried: CarriedRates = field(default_factory=CarriedRates)
     _typical_down: float | None = None  # cached `typical_down`; 0: no rate is known; None: to be computed again
     _uplink: UplinkRates | None = None
 
@@ -186,6 +188,15 @@ class Meter:
                 alike = [one for one in self.uploads if self.is_near(one.peer) == near]
                 for old in alike[:-UPLOADS]:
                     self.uploads.remove(old)
+
+    def follow(self, take_sent: TakeSent) -> None:
+        """Measure our uplink also by the bytes that `take_sent` returns, at each call of `sample_sent` from now on."""
+        self._carried.follow(take_sent)
+
+    def sample_sent(self, now: Seconds) -> None:
+        """Count the bytes that have left until now."""
+        self._carried.sample(now, self.is_near)
+        self._uplink = None
 
     def missed(self, peer: PeerId) -> None:
         """Record that an answer of this peer did not come in time, which lengthens the next deadlines."""
@@ -221,11 +232,12 @@ class Meter:
         return known is not None and known < LOCAL_S
 
     def typical_up(self) -> float | None:
-        """Return the mean rate at which we send to a peer, in bytes/s; None without uploads.
+        """Return the mean rate at which we send to a peer, in bytes/s; None if nothing was sent.
 
-        To far peers we send at the rate of the fastest recent upload to a far peer, to near peers likewise: no upload
-        is faster than the link to its peer, and a slower one was limited by the receiver's downlink, or by our other
-        transfers. The mean over all peers is the harmonic mean, which is the rate of sending each the same bytes.
+        To far peers we send at the rate of the fastest recent upload to a far peer, or at that of all our messages to
+        far peers together if this is higher (comm/wire/carried.py); to near peers likewise. No upload is faster than
+        the link to its peer, and a slower one was limited by the receiver's downlink, or by other transfers. The mean
+        over all peers is the harmonic mean, which is the rate of sending each the same bytes.
         """
         return self._uplink_rates().typical
 
@@ -248,8 +260,9 @@ class Meter:
 
     def _mean_up(self, uploads: Sequence[tuple[float, PeerId]]) -> float | None:
         """Return what `typical_up` says of these uploads: their rates in bytes/s, and the peers that received them."""
-        near = max((rate for rate, peer in uploads if self.is_near(peer)), default=0.0)
-        far = max((rate for rate, peer in uploads if not self.is_near(peer)), default=0.0)
+        near, far = self._carried.best()
+        near = max([near, *(rate for rate, peer in uploads if self.is_near(peer))])
+        far = max([far, *(rate for rate, peer in uploads if not self.is_near(peer))])
         here = (peer for peer, link in reversed(self.links.items()) if not link.left)
         recent = list(islice(here, RECENT_LINKS)) if near and far else []
         if not recent:

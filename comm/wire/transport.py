@@ -194,6 +194,9 @@ class Transport(Protocol):
     def pace(self, rate: Callable[[], float | None]) -> None:
         """Send questions and answers at `rate()` bytes/s at most from now on; a rate of None means no limit."""
 
+    def take_sent(self) -> Mapping[PeerId, int]:
+        """Return the bytes of large messages, without probes, that have left to each peer since the last call."""
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remember the addresses that a peer announces; `ask` dials them if the peer is not connected."""
 

@@ -9,6 +9,7 @@ trains needs little computing time.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Protocol, assert_never
 
@@ -278,6 +279,7 @@ class VirtualHost:
         self.agenda, self.peer = connection.network.agenda, node.setup.own.peer
         uplink, private = VirtualUplink(self.agenda, node.meter.pace), node.setup.private
         shares = QuestionShares(node.answers.knows, private)
+        node.meter.follow(partial(connection.network.links.take_sent, self.peer))
         self.port = Port(self.peer, uplink, self._serve, node.answers.blob_bound, shares, private)
         self.engine = Engine(self.agenda, training, pace, chance, self)
         self.observer, self.journal = observer, journal

@@ -146,6 +146,7 @@ class Host:
         thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
         thread.start()
         self.transport.pace(self.node.meter.pace)
+        self.node.meter.follow(self.transport.take_sent)
         await self.transport.serve(self._answer, self.node.answers.blob_bound, self.node.answers.knows)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())

@@ -278,6 +278,8 @@ class Node:
             effects += self.span_manager.moved(event, now)
         effects += self.donor.forget_old(now)
         totals = self.traffic.lines(now)
+        if totals:
+            self.meter.sample_sent(now)
         effects += self.witness.lines(now)
         return [*effects, *totals, *([self.own_record.status(now)] if totals and self.is_training() else [])]
 

@@ -86,6 +86,7 @@ class Transfer:
     rate: float = 0.0  # bytes/s since `sender.at`; 0 while the transfer waits for acknowledgements
     timer: Timer | None = None
     over: bool = False
+    counted: int = 0  # bytes that `SharedLinks.take_sent` has returned, or will return
     links: Sequence[Link] = ()  # all links that the transfer shares
 
     def __post_init__(self) -> None:
@@ -127,6 +128,7 @@ class SharedLinks:
     # (source, target) -> number of transfers; `_in_flight` counts only those not waiting for acknowledgements
     _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
     _in_flight: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
+    _untaken: dict[PeerId, Counter[PeerId]] = field(default_factory=dict)  # sender -> receiver -> bytes for `take_sent`
     # Sender -> its bandwidth probe, during which its other transfers pause (comm/net/uplink.py).
     _alone: dict[PeerId, Transfer] = field(default_factory=dict)
 
@@ -169,6 +171,20 @@ class SharedLinks:
         if self._alone.get(transfer.source) is transfer:
             del self._alone[transfer.source]
             self._share(transfer)
+
+    def take_sent(self, source: PeerId) -> Mapping[PeerId, int]:
+        """Return the bytes that have left from `source` to each peer since the last call for `source`."""
+        for transfer in self.sending.get(source, ()):
+            transfer.sender.send(transfer.rate, self.agenda.now)
+            self._count(transfer)
+        return self._untaken.pop(source, {})
+
+    def _count(self, transfer: Transfer) -> None:
+        """Keep the bytes that this transfer has sent since the last call for `take_sent`."""
+        sent = int(transfer.size - transfer.sender.left)
+        if sent > transfer.counted:
+            self._untaken.setdefault(transfer.source, Counter())[transfer.target] += sent - transfer.counted
+            transfer.counted = sent
 
     def use(self, source: PeerId, target: PeerId) -> None:
         """Record that a small message was sent, so that the connection does not count as idle."""
@@ -235,6 +251,7 @@ class SharedLinks:
             for link in transfer.site_links:
                 del self.crossing[link][transfer]
             transfer.set_rate(0.0, self.agenda.now)
+            self._count(transfer)
             self._share(transfer)
 
     def _next_round(self, transfer: Transfer) -> None:

@@ -81,6 +81,9 @@ class LoopbackTransport:
     def pace(self, rate: Callable[[], float | None]) -> None:
         """Memory has no uplink."""
 
+    def take_sent(self) -> Mapping[PeerId, int]:
+        return {}
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody is in the same process."""
 

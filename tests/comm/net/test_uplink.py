@@ -20,8 +20,10 @@ from decentral.comm.net.uplink_queue import (
 )
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
+from decentral.core.ids import PeerId
 from tests.patient_time import TimelessLoop
 
+PEER = PeerId("A")
 RATE = float(TURN_BYTES)  # a piece a second
 
 
@@ -50,7 +52,7 @@ def paced() -> Uplink:
 
 
 async def send(uplink: Uplink, wire: Wire, kind: Kind, pieces: int) -> None:
-    writer = PacedWriter(uplink, wire, kind, Turn(0.0, 0))
+    writer = PacedWriter(uplink, wire, PEER, kind, Turn(0.0, 0))
     writer.write(bytes(pieces * TURN_BYTES))
     await writer.drain()
 
@@ -60,6 +62,19 @@ def test_bytes_leave_at_the_uplink_s_rate() -> None:
         wire = Wire()
         await send(paced(), wire, Kind.SNAPSHOTS, 5)
         assert [when for when, _ in wire.left] == pytest.approx([0, 1, 2, 3, 4], abs=BURST_S)
+
+    play(story())
+
+
+def test_bytes_count_as_sent_to_a_peer_once_they_have_left() -> None:
+    async def story() -> None:
+        uplink = paced()
+        sending = asyncio.create_task(send(uplink, Wire(), Kind.SNAPSHOTS, 5))
+        await asyncio.sleep(2.5)
+        assert uplink.take_sent() == {PEER: 3 * TURN_BYTES}
+        assert uplink.take_sent() == {}
+        await sending
+        assert uplink.take_sent() == {PEER: 2 * TURN_BYTES}
 
     play(story())
 
@@ -93,16 +108,17 @@ def test_a_small_message_does_not_wait_for_a_large_one_but_no_message_waits_for_
 async def answer(uplink: Uplink, wire: Wire, pieces: int) -> None:
     """As a server answers: `paced` says when the message is due."""
     envelope = Envelope(messages.Refused("", ""), bytes(pieces * TURN_BYTES))
-    writer = uplink.paced(wire, envelope)
+    writer = uplink.paced(wire, envelope, PEER)
     writer.write(envelope.blob)
     await writer.drain()
 
 
 def test_where_no_rate_is_known_a_message_leaves_whole_and_at_once() -> None:
     async def story() -> None:
-        wire = Wire()
-        await send(Uplink(), wire, Kind.DOWNLOAD, 50)
+        uplink, wire = Uplink(), Wire()
+        await send(uplink, wire, Kind.DOWNLOAD, 50)
         assert wire.left == [(0.0, 50 * TURN_BYTES)]
+        assert uplink.take_sent() == {PEER: 50 * TURN_BYTES}
 
     play(story())
 
@@ -178,9 +194,9 @@ def test_a_message_that_was_given_up_takes_no_time_of_the_uplink() -> None:
 def test_small_messages_and_probes_wait_for_nothing() -> None:
     async def story() -> None:
         uplink, wire = paced(), Wire()
-        assert uplink.paced(wire, Envelope(messages.Ping(0))) is wire
-        assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20))) is wire
-        assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES))) is not wire
+        assert uplink.paced(wire, Envelope(messages.Ping(0)), PEER) is wire
+        assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20)), PEER) is wire
+        assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES)), PEER) is not wire
 
     play(story())
 

@@ -57,6 +57,9 @@ class VirtualTransport:
     def pace(self, rate: Callable[[], float | None]) -> None:
         self._port.uplink.queue.rate = rate
 
+    def take_sent(self) -> Mapping[PeerId, int]:
+        return self._network.links.take_sent(self.peer)
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody can find everybody."""
 

@@ -217,3 +217,14 @@ def test_no_wire_ever_carries_more_than_it_can(transfers: list[Sent]) -> None:
         for peer in PEERS:
             assert sum(transfer.rate for transfer in wires.links.sending.get(peer, ())) <= 100e6 * (1 + 1e-9)
             assert sum(transfer.rate for transfer in wires.links.receiving.get(peer, ())) <= 200e6 * (1 + 1e-9)
+
+
+def test_bytes_of_transfers_under_way_count_as_sent_once() -> None:
+    wires = Wires()
+    wires.send("whole", A, B, 100)
+    wires.send("part", A, C, 100)
+    wires.agenda.run(1.0)
+    assert wires.links.take_sent(A) == {B: 50_000_000, C: 50_000_000}
+    wires.agenda.run(3.0)
+    assert wires.links.take_sent(A) == {B: 50_000_000, C: 50_000_000}
+    assert wires.links.take_sent(A) == {}
