@@ -27,7 +27,8 @@ LEDGER_COLUMNS = ("peer", "tokens", "share", "time", "served", "checks", "witnes
 LEGEND = (
     "tokens, share, time: what other peers could measure; nobody measures a peer that is alone, nor its last windows\n"
     "served: bytes that others received; checks: windows and gradients that others found right; witnesses: peers that\n"
-    "measured it; claims: tokens by the peer's own word, which do not count; -: nobody measured it"
+    "measured it; -: nobody measured it; claims: tokens by the peer's own word, its work alone included; they do not\n"
+    "count here, but `decentral compare` and an export's model card list such tokens"
 )
 UNSIGNED = (
     "a record of its own here, so its name and claims are missing; a peer writes one each minute, and when it leaves"
@@ -50,17 +51,25 @@ def _main(flags: argparse.Namespace) -> None:
         print(strict_json.dumps({"run": run, "contributions": rows}, indent=1))
     else:
         print(f"run {plain_text(run)}: {plural(len(statements), 'peer')} with a signed record")
-        print(table(LEDGER_COLUMNS, [_row(one, one.peer in statements) for one in found]))
+        claims = sum(one.claimed_tokens for one in found)
+        print(table(LEDGER_COLUMNS, [_row(one, one.peer in statements, claims) for one in found]))
         print(LEGEND)
         if unsigned := sum(one.peer not in statements for one in found):
             print(f"{plural(unsigned, 'peer')} without {UNSIGNED}")
 
 
-def _row(one: Credit, signed: bool) -> tuple[str, ...]:
-    """Return the cells of a peer's line, in the order of LEDGER_COLUMNS; `signed`: whether there is its own record."""
+def _row(one: Credit, signed: bool, all_claims: int) -> tuple[str, ...]:
+    """Return the cells of a peer's line, in the order of LEDGER_COLUMNS.
+
+    Args:
+        one: The peer's credit.
+        signed: Whether there is a record of its own.
+        all_claims: Tokens that all peers claim together.
+    """
     from decentral.commands.ps import NO_FIGURE
 
-    who, claims = titled(PeerId(one.peer), one.name), f"{one.claimed_tokens:,}" if signed else NO_FIGURE
+    own = f"{one.claimed_tokens:,} ({one.claimed_tokens / max(1, all_claims):.1%})"
+    who, claims = titled(PeerId(one.peer), one.name), own if signed else NO_FIGURE
     if not one.witnesses:
         return (who, *[NO_FIGURE] * 5, "0", claims)
     checks = f"{one.passed:,}" + (f", {one.failed:,} failed" if one.failed else "")

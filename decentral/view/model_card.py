@@ -15,7 +15,7 @@ from decentral.core.strict_json import Json
 from decentral.core.times import duration
 from decentral.core.units import readable_number
 from decentral.view.loss_curve import LossCurve, sparkline
-from decentral.view.run_comparison import TrainedShare, flat
+from decentral.view.run_comparison import BY_JOURNALS, TrainedShare, flat
 from decentral.view.run_history import RunHistory
 
 CARD_POINTS = 12  # rows of the table of losses
@@ -132,7 +132,7 @@ def _peers(facts: CardFacts) -> str:
         for one in shares[:MOST_CARD_PEERS]
     ]
     more = f"\n\nAnd {len(shares) - MOST_CARD_PEERS} more." if len(shares) > MOST_CARD_PEERS else ""
-    return "\n".join([*head, *rows]) + more + "\n\nAs the journals of these peers say; others may have trained, too."
+    return "\n".join([*head, *rows]) + more + f"\n\n{BY_JOURNALS} Others may have trained, too."
 
 
 def _losses(facts: CardFacts) -> str:

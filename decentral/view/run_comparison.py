@@ -4,6 +4,7 @@ Start reading at `RunComparison.of`; `text_of` writes a comparison for a termina
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -23,6 +24,7 @@ COMPARISON_COLUMNS = 80
 MOST_COMPARED = 6  # at most this many runs are compared, because more do not fit into COMPARISON_COLUMNS
 HOUR_S = 3600.0
 NOT_MEASURED = "-"
+BY_JOURNALS = "By each peer's own journal; `decentral ledger` has what other peers measured."
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def text_of(found: RunComparison) -> str:
         _losses(f"{kind} loss after", names, found.at_seconds, precise),
         _settings(names, found),
         _table(("", "who trained", "tokens", "share", "hours", "layers", "device"), _shares(names, found.runs), 24),
+        "\n".join([BY_JOURNALS, *_parts_of_one_run(names, found.runs)]),
     ]
     lines = "\n\n".join(part for part in parts if part).splitlines()
     return "\n".join(line[:COMPARISON_COLUMNS].rstrip() for line in lines)
@@ -215,6 +218,15 @@ def _shares(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[tuple[str
         for name, run in zip(names, runs, strict=True)
         for one in sorted(run.peers, key=lambda one: -one.tokens)
     ]
+
+
+def _parts_of_one_run(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[str]:
+    """Return a line for each run of which several folders were given."""
+    by_run = Counter(run.run for run in runs if run.run)
+    several = [
+        [name for name, run in zip(names, runs, strict=True) if run.run == one] for one in by_run if by_run[one] > 1
+    ]
+    return [f"{', '.join(folders)} are of one run; each share is of the peers of one folder." for folders in several]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:

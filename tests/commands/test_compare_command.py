@@ -82,7 +82,16 @@ def test_the_table_fits_80_columns_and_names_what_differs(runs: list[str], capsy
     assert "held-out loss at tokens" in said
     assert "▁" in said
     assert "100.0%" in said
+    assert "`decentral ledger` has what other peers measured" in said
+    assert "of one run" not in said
     assert "[red]" not in said
+
+
+def test_the_shares_of_two_folders_of_one_run_are_said_to_be_apart(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main([f"{runs[1]}/peer-0", f"{runs[1]}/peer-1", runs[0]]) == 0
+    assert "A, B are of one run; each share is of the peers of one folder." in capsys.readouterr().out
 
 
 def test_a_single_peer_s_folder_is_a_run(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

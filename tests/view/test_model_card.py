@@ -37,6 +37,11 @@ def test_the_metadata_are_yaml_and_the_sections_tell_who_and_how_well(history: R
     assert text.endswith(f"{MARK}\n")
 
 
+def test_shares_are_said_to_be_by_the_peers_own_journals(history: RunHistory) -> None:
+    text = card_of(CardFacts("a-1", Config(), history, 12))
+    assert "own journal; `decentral ledger` has what other peers measured" in text
+
+
 def test_names_of_others_are_no_markup(history: RunHistory) -> None:
     text = card_of(CardFacts(EVIL, Config(), history, 1, (EVIL,)))
     assert "<script>" not in text
