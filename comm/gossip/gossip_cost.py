@@ -89,12 +89,13 @@ class Stretch:
     """
 
     times: int = 1
+    shorter: float = SHORTER  # the length halves if the needed length is below this share of its half
 
     def fit(self, needed: float) -> int:
-        """Double or halve `self.times` until `needed` is within LONGER and SHORTER; return `self.times`."""
+        """Double or halve `self.times` until `needed` is within LONGER and `self.shorter`; return `self.times`."""
         while needed > LONGER * self.times:
             self.times *= 2
-        while self.times > 1 and needed < SHORTER * self.times / 2:
+        while self.times > 1 and needed < self.shorter * self.times / 2:
             self.times //= 2
         return self.times
 

@@ -19,6 +19,9 @@ LONGEST_WINDOW_S = 600.0  # a gossip window is never longer than this, whatever 
 EARLY_TIMES = 2  # in the swarm's first steps, gossip may use this many times its share of cores, for shorter windows
 ALONE_TIMES = 4  # with only one other peer, our windows are at most this many times what we need, as that peer may lie
 NEED_ROUNDING = 0.01  # a needed length this little above a power of two (in log2) is rounded down to that power
+# A thin link, on which long codecs would stretch windows, stays thin until these need less than this share of it. With
+# 0.95, peers that share an uplink changed codecs every few minutes; a swarm's bytes doubled and halved (0.5: in an hour).
+THIN_UNTIL = 0.4
 THIN_PARTNERS = 2  # on a slow link, a peer pulls from only this many partners per window (docs/GOSSIP.md)
 
 
@@ -34,7 +37,8 @@ class WindowLengths:
     # Window lengths for which our uplink suffices, in units of the shortest window:
     link_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from as many partners as now
     thin_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all partners
-    dense_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all, without shorter codecs
+    # The length if we pull from all, without shorter codecs.
+    dense_stretch: Stretch = field(default_factory=lambda: Stretch(shorter=THIN_UNTIL))
     _others: tuple[int, list[Seconds]] = (-1, [])  # cache: (`roster.changes`, sorted window lengths that others need)
     _windows: tuple[object, tuple[int, str]] = (None, (1, ""))  # cache of `windows`: (all that decides it, result)
 

@@ -255,8 +255,11 @@ def over_a_thin_link(own: Identity) -> Swarm:
 
 def test_a_link_is_thin_that_would_stretch_windows_with_dense_codes(own: Identity) -> None:
     swarm = over_a_thin_link(own)
+    assert not swarm.asks.lengths.is_thin(1, 3_000)
     assert swarm.asks.lengths.is_thin(1, 10_000)
-    assert not swarm.asks.lengths.is_thin(1, 2_000)
+    assert swarm.asks.lengths.is_thin(1, 3_000), "not until dense codes need much less than the link carries"
+    assert not swarm.asks.lengths.is_thin(1, 1_000)
+    assert not swarm.asks.lengths.is_thin(1, 3_000)
     swarm.asks.progress.lr_step = 10
     assert not swarm.asks.lengths.is_thin(1, 10_000), "in the swarm's first steps"
 
