@@ -63,6 +63,7 @@ def _main(flags: argparse.Namespace) -> None:
             "tokens": flags.tokens,
             "sizes": rows,
             "notes": [
+                *estimating.note_on_table(rows, flags.seconds),
                 *estimating.notes_on_steps(run),
                 *places.notes_on_places(groups),
                 *estimating.notes_on_cards(groups),

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from decentral.commands import estimate
-from decentral.commands.estimates import own_speed, peer_devices, size_table
+from decentral.commands.estimates import own_speed, peer_devices, playing, size_table
 from decentral.commands.estimates.own_speed import OwnSpeed
 from decentral.commands.estimates.size_table import SHOWN_SIZES
 from decentral.core.strict_json import JsonObject
@@ -91,7 +91,10 @@ def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys
         assert re.search(rf"sends .* an hour each{end}\n", capsys.readouterr().out)
 
 
-def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_in_separate_homes_do_not_share_a_link(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playing, "GOSSIP_SETTLED_S", 0.0)
     shared, apart = (told(capsys, "--model", "125M", "--peers", f"4x4090 {at}:50/500") for at in ("home", "homes"))
     assert shared["peers"][0]["leaving_bytes_per_hour"]["mid"] == 0
     assert any("4 machines share the place home and its link" in note for note in shared["notes"])
