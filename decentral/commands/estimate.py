@@ -157,14 +157,15 @@ def _show(found: JsonObject, console: Console) -> None:
         console.print(f"{kind['peers']}: each holds {_held(kind)}", soft_wrap=True)
         gossip = f"; gossip each {kind['window_s']:.3g} s" if kind["window_s"] else ""
         why = f" (bound by {kind['bound']})" if kind["bound"] else ""
-        console.print(f"    {kind['tokens_per_s']:,.0f} tokens/s each{gossip}{why}")
+        alone = f"a device alone, with the whole model: {kind['tokens_per_s']:,.0f} tokens/s"
+        console.print(f"    {alone}{gossip}{why}", soft_wrap=True)
         sent, leaving = kind["sent_bytes_per_hour"], kind["leaving_bytes_per_hour"]
         part = _bytes(leaving) if leaving["mid"] else "none"
         away = f", {part} of it to other places" if leaving != sent else ""
         console.print(f"    sends {_bytes(sent)} an hour each{away}", soft_wrap=True)
         console.print(f"    receives {_bytes(kind['received_bytes_per_hour'])}")
     total = found["tokens_per_s"]
-    rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
+    rates = f"all together: {total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
     console.print(f"{rates}; limit: {found['limit']}", soft_wrap=True)
     for link in found["links"]:
         each = "each of " if link["homes"] > 1 else ""

@@ -69,6 +69,8 @@ def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.Capt
         "1xA100 oregon",
         "tokens/s",
         "limit: compute",
+        "a device alone, with the whole model: ",
+        "all together: ",
         "10 B tokens:",
         "price: 0.75 an hour; in all ",
         "in the currency of --price",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from decentral.commands.estimates import playing
+from decentral.commands.estimates import limits, playing
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.judging import LEAST_COUNTED
 from decentral.commands.estimates.peer_devices import PeerDevice
@@ -22,7 +22,6 @@ from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
 from decentral.core.units import Seconds
-from decentral.scheduler.throughput import feasibility, layer_costs
 from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.arrays import Floats
@@ -49,7 +48,6 @@ BYTES_RANGE = 1.2  # the range of bytes that follows from the windows is extende
 MOST_OF_ESTIMATE = (
     2.0  # a plan is not played if even this many times its estimate is too little; plans reached up to 1.9
 )
-USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
 
 
 Windows = tuple[tuple[float, str], ...]
@@ -182,9 +180,7 @@ def _whole_models(run: Config, devices: Sequence[PeerDevice], holders: Sequence[
     )
     whole = (0, run.model.depth + 2)
     spans = tuple(whole if peer in holders else (0, 0) for peer in range(len(devices)))
-    if len(holders) == len(devices):
-        return Outlook(speed, spans, "compute: each peer holds the whole model, and training waits for no link")
-    return Outlook(speed, spans, "memory: peers that cannot hold the whole model would not make the swarm faster")
+    return Outlook(speed, spans, limits.of_whole_models(devices, holders))
 
 
 def _divided(
@@ -216,7 +212,7 @@ def _divided(
         speed = Figure(ROUTED_SHARE * estimated, low * estimated, high * estimated)
     if speed.mid <= least:
         return None
-    limit = _limit(plan, topology, run)
+    limit = limits.of_routes(plan, topology, run, devices, spans, speed.mid)
     return Outlook(_of_devices(speed, devices), spans, limit, (pairs, played.windows), played.until_s)
 
 
@@ -360,14 +356,6 @@ def between_codes(pairs: PairTraffic, cases: Sequence[PredictedGossip]) -> PairT
             low_NN[peer] = np.minimum(low_NN[peer], sent_CNN[:, peer].min(0) / BYTES_RANGE)
             high_NN[peer] = np.maximum(high_NN[peer], sent_CNN[:, peer].max(0) * BYTES_RANGE)
     return PairTraffic(pairs.mid_NN, low_NN, high_NN)
-
-
-def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:
-    """Return as text for people which resources a plan with routes uses up, and whose resources these are."""
-    used = feasibility.uses(plan, topology, layer_costs.of_model(topology, run))
-    names = {"device": "compute"}
-    shown = [f"{names.get(kind, kind)} of {use.whose}" for kind, use in used.items() if use.share >= USED_UP]
-    return f"{', '.join(shown) or 'memory'}; not every peer holds the whole model, so micro-batches travel"
 
 
 def _by_routes(plan: ThroughputPlan, topology: Topology, run: Config, tokens_per_s: float) -> Floats:
