@@ -54,13 +54,14 @@ def _main(flags: argparse.Namespace) -> None:
         from decentral.commands.estimates import estimating, size_table
     if shaped:
         found = estimating.estimated(run, groups, flags.seconds)
-        found |= _of_tokens(found, flags.tokens, groups, prices)
+        found |= _of_tokens(found, flags.tokens, groups, prices) | {"token": _token(run)}
     else:
         rows = size_table.by_size(run, groups, flags.seconds)
         for row in rows:
             row |= _of_tokens(row, flags.tokens or TOKENS_A_PARAMETER * row["parameters"], groups, prices)
         found = {
             "tokens": flags.tokens,
+            "token": _token(run),
             "sizes": rows,
             "notes": [
                 *estimating.note_on_table(rows, flags.seconds),
@@ -114,6 +115,13 @@ def _of_tokens(
         counted["price_per_hour"] = round(hourly, 4)
         counted |= {"price": days.times(24 * hourly).to_json()} if days else {}
     return counted
+
+
+def _token(run: Config) -> str:
+    """Return what one token is, as text for people that follows `tokens`."""
+    if run.data.facts.is_bytes and run.model.vocabulary == config.BYTES:
+        return f"of one byte each (a tokenizer's, of about four: --set model.vocabulary={sizes.TOKENIZER_VOCABULARY})"
+    return f"of a vocabulary of {run.model.vocabulary}"
 
 
 def _prices(text: str | None) -> dict[str, float]:
@@ -173,7 +181,8 @@ def _show(found: JsonObject, console: Console) -> None:
             f"link of {each}{link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
         )
     if "days" in found:
-        console.print(f"{readable_number(found['tokens'])} tokens: {_range(found['days'])} days")
+        amount = f"{readable_number(found['tokens'])} tokens {found['token']}"
+        console.print(f"{amount}: {_range(found['days'])} days", soft_wrap=True)
     if "price_per_hour" in found:
         in_all = f"; in all {_range(found['price'])}" if "price" in found else ""
         console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}, in the currency of --price")
@@ -201,7 +210,7 @@ def _show_sizes(found: JsonObject, console: Console) -> None:
         table.add_row(row["model"], row["holds"], speed, f"{days}\n{price}".strip(), row["limit"])
     console.print(table)
     more = "--model SIZE shows one size with memory, links and bytes"
-    for note in [*found["notes"], RECOVERED, more]:
+    for note in [f"tokens are {found['token']}", *found["notes"], RECOVERED, more]:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
 

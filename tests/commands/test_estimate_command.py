@@ -71,12 +71,18 @@ def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.Capt
         "limit: compute",
         "a device alone, with the whole model: ",
         "all together: ",
-        "10 B tokens:",
+        "10 B tokens of one byte each (a tokenizer's, of about four: --set model.vocabulary=32768): ",
         "price: 0.75 an hour; in all ",
         "in the currency of --price",
         "(assumed)",
     ):
         assert part in text
+
+
+def test_tokens_of_a_tokenizer_are_not_said_to_be_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "125M", "--peers", "4090", "--tokens", "10B", "--set", "model.vocabulary=32768"]
+    assert estimate.main([*QUICK, *flags]) == 0
+    assert "\n10 B tokens of a vocabulary of 32768: " in capsys.readouterr().out
 
 
 def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys: pytest.CaptureFixture[str]) -> None:
