@@ -54,15 +54,17 @@ def _main(flags: argparse.Namespace) -> None:
         from decentral.commands.estimates import estimating, size_table
     if shaped:
         found = estimating.estimated(run, groups, flags.seconds)
-        found |= _of_tokens(found, flags.tokens, groups, prices)
+        found |= _of_tokens(found, flags.tokens, groups, prices) | {"token": _token(run)}
     else:
         rows = size_table.by_size(run, groups, flags.seconds)
         for row in rows:
             row |= _of_tokens(row, flags.tokens or TOKENS_A_PARAMETER * row["parameters"], groups, prices)
         found = {
             "tokens": flags.tokens,
+            "token": _token(run),
             "sizes": rows,
             "notes": [
+                *estimating.note_on_table(rows, flags.seconds),
                 *estimating.notes_on_steps(run),
                 *places.notes_on_places(groups),
                 *estimating.notes_on_cards(groups),
@@ -115,6 +117,13 @@ def _of_tokens(
     return counted
 
 
+def _token(run: Config) -> str:
+    """Return what one token is, as text for people that follows `tokens`."""
+    if run.data.facts.is_bytes and run.model.vocabulary == config.BYTES:
+        return f"of one byte each (a tokenizer's, of about four: --set model.vocabulary={sizes.TOKENIZER_VOCABULARY})"
+    return f"of a vocabulary of {run.model.vocabulary}"
+
+
 def _prices(text: str | None) -> dict[str, float]:
     """Return the price of an hour by device key, from a text such as `0.4` or `4090=0.35,A100=1.2`.
 
@@ -156,14 +165,15 @@ def _show(found: JsonObject, console: Console) -> None:
         console.print(f"{kind['peers']}: each holds {_held(kind)}", soft_wrap=True)
         gossip = f"; gossip each {kind['window_s']:.3g} s" if kind["window_s"] else ""
         why = f" (bound by {kind['bound']})" if kind["bound"] else ""
-        console.print(f"    {kind['tokens_per_s']:,.0f} tokens/s each{gossip}{why}")
+        alone = f"a device alone, with the whole model: {kind['tokens_per_s']:,.0f} tokens/s"
+        console.print(f"    {alone}{gossip}{why}", soft_wrap=True)
         sent, leaving = kind["sent_bytes_per_hour"], kind["leaving_bytes_per_hour"]
         part = _bytes(leaving) if leaving["mid"] else "none"
         away = f", {part} of it to other places" if leaving != sent else ""
         console.print(f"    sends {_bytes(sent)} an hour each{away}", soft_wrap=True)
         console.print(f"    receives {_bytes(kind['received_bytes_per_hour'])}")
     total = found["tokens_per_s"]
-    rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
+    rates = f"all together: {total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
     console.print(f"{rates}; limit: {found['limit']}", soft_wrap=True)
     for link in found["links"]:
         each = "each of " if link["homes"] > 1 else ""
@@ -171,7 +181,8 @@ def _show(found: JsonObject, console: Console) -> None:
             f"link of {each}{link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
         )
     if "days" in found:
-        console.print(f"{readable_number(found['tokens'])} tokens: {_range(found['days'])} days")
+        amount = f"{readable_number(found['tokens'])} tokens {found['token']}"
+        console.print(f"{amount}: {_range(found['days'])} days", soft_wrap=True)
     if "price_per_hour" in found:
         in_all = f"; in all {_range(found['price'])}" if "price" in found else ""
         console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}, in the currency of --price")
@@ -199,7 +210,7 @@ def _show_sizes(found: JsonObject, console: Console) -> None:
         table.add_row(row["model"], row["holds"], speed, f"{days}\n{price}".strip(), row["limit"])
     console.print(table)
     more = "--model SIZE shows one size with memory, links and bytes"
-    for note in [*found["notes"], RECOVERED, more]:
+    for note in [f"tokens are {found['token']}", *found["notes"], RECOVERED, more]:
         console.print(f"note: {note}", style="dim", soft_wrap=True)
 
 

@@ -29,7 +29,6 @@ from decentral.core.own_inputs import OwnInputs
 from decentral.core.units import readable_number
 
 AUTO_SEQUENCES = 16  # a step is assumed to have this many sequences if `train.micro_batch` is auto
-TOKENIZER_VOCABULARY = 32_768  # `model.vocabulary` of a run with a tokenizer, unless the user gives another
 TOKEN_FILES = (".bin", ".npy")
 
 
@@ -86,7 +85,7 @@ def _ask_for(flags: argparse.Namespace, ask: Callable[[str], str]) -> None:
     if flags.peers is None:
         given["peers"] = answer("Peers, such as 4x4090 homes:50/500, 8xA100 oregon", "2xcpu here")
     if flags.tokens is None:
-        given["tokens"] = _tokens(answer("Tokens to train", "100M"))
+        given["tokens"] = _tokens(answer("Tokens to train, of one byte each without a tokenizer", "100M"))
 
 
 def _tokens(text: str) -> float:
@@ -195,7 +194,7 @@ def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[
     if not sizes.is_size(flags.model):
         raise UserError(f"--model {flags.model}: expected a number of parameters, such as 125M or 1.3B")
     kind = next((one.value for one in before if one.path == "data.kind"), DataConfig().kind)
-    vocabulary = config.BYTES if DATA_KINDS[str(kind)].is_bytes else TOKENIZER_VOCABULARY
+    vocabulary = config.BYTES if DATA_KINDS[str(kind)].is_bytes else sizes.TOKENIZER_VOCABULARY
     given = next((text.partition("=")[2] for text in flags.set if text.startswith("model.vocabulary=")), None)
     if given:
         wanted = _plain("model.vocabulary", given)

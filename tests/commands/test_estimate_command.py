@@ -6,7 +6,7 @@ import re
 import pytest
 
 from decentral.commands import estimate
-from decentral.commands.estimates import own_speed, peer_devices, size_table
+from decentral.commands.estimates import own_speed, peer_devices, playing, size_table
 from decentral.commands.estimates.own_speed import OwnSpeed
 from decentral.commands.estimates.size_table import SHOWN_SIZES
 from decentral.core.strict_json import JsonObject
@@ -69,12 +69,20 @@ def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.Capt
         "1xA100 oregon",
         "tokens/s",
         "limit: compute",
-        "10 B tokens:",
+        "a device alone, with the whole model: ",
+        "all together: ",
+        "10 B tokens of one byte each (a tokenizer's, of about four: --set model.vocabulary=32768): ",
         "price: 0.75 an hour; in all ",
         "in the currency of --price",
         "(assumed)",
     ):
         assert part in text
+
+
+def test_tokens_of_a_tokenizer_are_not_said_to_be_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "125M", "--peers", "4090", "--tokens", "10B", "--set", "model.vocabulary=32768"]
+    assert estimate.main([*QUICK, *flags]) == 0
+    assert "\n10 B tokens of a vocabulary of 32768: " in capsys.readouterr().out
 
 
 def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +99,10 @@ def test_bytes_that_stay_inside_a_place_are_told_from_those_that_leave_it(capsys
         assert re.search(rf"sends .* an hour each{end}\n", capsys.readouterr().out)
 
 
-def test_machines_in_separate_homes_do_not_share_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_in_separate_homes_do_not_share_a_link(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playing, "GOSSIP_SETTLED_S", 0.0)
     shared, apart = (told(capsys, "--model", "125M", "--peers", f"4x4090 {at}:50/500") for at in ("home", "homes"))
     assert shared["peers"][0]["leaving_bytes_per_hour"]["mid"] == 0
     assert any("4 machines share the place home and its link" in note for note in shared["notes"])

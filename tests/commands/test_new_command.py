@@ -94,6 +94,7 @@ def test_on_a_terminal_it_asks_and_an_empty_answer_takes_the_default() -> None:
     new._ask_for(flags, ask)
     assert (flags.name, flags.model, flags.data, flags.peers, flags.tokens) == ("ours", "20M", None, "2xcpu here", 1e8)
     assert len(asked) == 5
+    assert asked[-1] == "Tokens to train, of one byte each without a tokenizer [100M]: "
 
 
 @pytest.mark.parametrize("size", ["lama", "-1", "1e999", "nan"])

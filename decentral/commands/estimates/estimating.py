@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from decentral.commands.estimates import places
 from decentral.commands.estimates.cards import card
-from decentral.commands.estimates.forecast import Forecast, forecast, held_share
+from decentral.commands.estimates.forecast import ROUTED_S, Forecast, forecast, held_share
 from decentral.commands.estimates.peer_devices import (
     MEASURED_UTILISATION,
     STEP_SEQUENCES,
@@ -14,7 +14,7 @@ from decentral.commands.estimates.peer_devices import (
     with_micro_batch,
 )
 from decentral.commands.estimates.places import MBIT, PeerGroup
-from decentral.commands.estimates.playing import PLAYED_S
+from decentral.commands.estimates.playing import GOSSIP_SETTLED_S, PLAYED_S
 from decentral.commands.estimates.sizes import WHOLE_MODEL
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
@@ -80,7 +80,7 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
             _link(place, peers, found) for place, peers in by_place.items() if len(by_place) > 1 or place.is_apart
         ],
         "limit": found.limit,
-        "notes": _notes(run, groups, found),
+        "notes": [*_cut_short(run, found, seconds), *_notes(run, groups, found)],
     }
 
 
@@ -175,8 +175,29 @@ def _notes(run: Config, groups: Sequence[PeerGroup], found: Forecast) -> list[st
     early = (
         f"gossip and bytes are those of at most the first {PLAYED_S / 60:.0f} minutes; windows may shorten for hours"
     )
-    settling = [early] if any(bound == "link" for _, bound in found.windows) else []
+    settling = [early] if found.until_s is None and any(bound == "link" for _, bound in found.windows) else []
     return [downloads, *settling, *places.notes_on_places(groups), *notes_on_cards(groups)]
+
+
+def _cut_short(run: Config, found: Forecast, seconds: float) -> list[str]:
+    """Return a note for people if the simulation was cut short: by what, and what the figures are then; else []."""
+    if found.until_s is None:
+        return []
+    routed = any(last - first not in (0, run.model.depth + 2) for first, last in found.spans)
+    capped = routed and seconds >= ROUTED_S
+    why = f"the {ROUTED_S:g} s that routes get at most" if capped else f"--seconds {seconds:g}"
+    when = f"at {found.until_s:,.0f} of the {GOSSIP_SETTLED_S:,.0f} virtual seconds in which gossip settles"
+    rough = "its bytes are by formulas" + (", tokens/s of routes without it, and ranges wider" if routed else "")
+    return [f"the simulation was cut short by {why}, {when}: {rough}"]
+
+
+def note_on_table(rows: Sequence[JsonObject], seconds: float) -> list[str]:
+    """Return a note for people on the sizes in a table whose simulations were cut short; [] if there are none."""
+    sizes = ", ".join(row["model"] for row in rows if row.get("is_cut_short"))
+    why = f"--seconds {min(seconds, ROUTED_S):g}"
+    return (
+        [f"the simulation was cut short by {why} for {sizes}: tokens/s without gossip, wider ranges"] if sizes else []
+    )
 
 
 def notes_on_steps(run: Config) -> list[str]:

@@ -31,6 +31,10 @@ from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 WARM_UP_S = 600.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
+GOSSIP_SETTLED_S = (
+    2 * WARM_UP_S
+)  # windows and routes of a simulation that ends before this may be far from those that last
+ROUTES_PLAYED_S = 600.0  # at most this many virtual seconds are simulated of routes without gossip
 LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
 # Processor time of the simulator on a quiet core: of an event, and of computing a transfer's rate.
 EVENT_S, RATE_S = 6e-5, 8e-6
@@ -45,6 +49,7 @@ class Rates:
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
     windows: tuple[tuple[Seconds, str], ...]  # each peer's last windows of gossip: their length, and what bounds it
     counted: float = 0.0  # tokens since the warm-up
+    until_s: Seconds = 0.0  # virtual time at the end
 
     def among(self, names: Sequence[str], played: Sequence[str]) -> Self:
         """Return the rates of a larger swarm in which only the peers `played` do anything.
@@ -128,7 +133,7 @@ class PlayedSwarm:
         tokens = float(weights_T @ np.array([tokens for _, tokens, _ in counted]))
         windows = tuple(self.windows.get(peer, (0.0, "")) for peer in self.number)
         sent_NN = np.tensordot(weights_T, sent_TNN, axes=1)
-        return Rates(tokens, sent_NN, windows, counted[-1][1] - counted[0][1])
+        return Rates(tokens, sent_NN, windows, counted[-1][1] - counted[0][1], self.at[-1][0])
 
 
 def play(
@@ -138,6 +143,7 @@ def play(
     plan: ThroughputPlan | None,
     window_s: Seconds,
     budget: SearchBudget,
+    least_samples: int = LEAST_SAMPLES,
 ) -> Rates:
     """Simulate the swarm for up to PLAYED_S of virtual time, and return its rates after the warm-up.
 
@@ -149,20 +155,42 @@ def play(
         window_s: Length of the shortest gossip window, which replaces that of the config; it is longer if the peers'
             processors need longer windows.
         budget: Limit of playing. The simulator's events count, so that equal swarms have equal rates.
+        least_samples: Samples that the play has at least, beyond the budget if need be; 2 or more.
 
     Raises:
         UserError: If the plan cuts the model within a fragment.
     """
     scenario = scenario_of(run_config, topology, devices, plan, window_s, PLAYED_S, 0)
-    rates = simulate_within(scenario, budget, LEAST_SAMPLES)
+    rates = simulate_within(scenario, budget, least_samples, least_samples)
     assert rates is not None
     return rates if plan is None else rates.among(topology.ids, list(plan.spans))
 
 
-def simulate_within(scenario: Scenario, budget: SearchBudget, least_samples: int = 1) -> Rates | None:
+def play_routes(
+    run_config: Config,
+    topology: Topology,
+    devices: Sequence[PeerDevice],
+    plan: ThroughputPlan,
+    budget: SearchBudget,
+) -> Rates:
+    """Simulate a plan's routes without gossip, and return their rates once pipelines are full.
+
+    The arguments are those of `play`. Routes settle within a minute or two of virtual time, which is much less than
+    GOSSIP_SETTLED_S. Without gossip, virtual time also takes less work.
+    """
+    never_s = 2 * ROUTES_PLAYED_S  # no window ends
+    scenario = scenario_of(run_config, topology, devices, plan, never_s, ROUTES_PLAYED_S, 0)
+    rates = simulate_within(scenario, budget, LEAST_SAMPLES)
+    assert rates is not None
+    return rates.among(topology.ids, list(plan.spans))
+
+
+def simulate_within(
+    scenario: Scenario, budget: SearchBudget, least_samples: int = 1, enough: int = LEAST_SAMPLES
+) -> Rates | None:
     """Play a scenario until its end or that of the budget, and return its rates after the warm-up.
 
-    The play goes on beyond the budget until it has `least_samples` samples. None if it has fewer than LEAST_SAMPLES.
+    The play goes on beyond the budget until it has `least_samples` samples. None if it has fewer than `enough`.
     """
     watch, progress = PlayedSwarm(), SearchProgress(budget, 0.0)
     counted_s = 0.0
@@ -176,7 +204,7 @@ def simulate_within(scenario: Scenario, budget: SearchBudget, least_samples: int
             raise StopRun
 
     run(scenario, sampled, watches=[watch])
-    return watch.rates() if len(watch.at) >= LEAST_SAMPLES else None
+    return watch.rates() if len(watch.at) >= enough else None
 
 
 def scenario_of(

@@ -30,7 +30,7 @@ def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[Js
 
     Returns:
         JSON objects with the size, the parameters, which layers a peer holds, tokens/s, and what limits the size or the
-        speed. If the model does not fit, there are no tokens/s.
+        speed; `is_cut_short` if the simulation was. If the model does not fit, there are no tokens/s.
     """
     here, given = peers_here(groups), frozenset(run.model.model_fields_set)
     own_flops = flops_here(here) if here else None
@@ -46,5 +46,6 @@ def by_size(run: Config, groups: Sequence[PeerGroup], seconds: float) -> list[Js
             return [*rows, row | {"holds": DOES_NOT_FIT, "limit": limit if needs > has else str(error)}]
         limit = re.split("[:;]", found.limit)[0]
         speed = found.tokens_per_s.to_json()
-        rows.append(row | {"holds": held(swarm.run, found.spans), "tokens_per_s": speed, "limit": limit})
+        cut = {"is_cut_short": True} if found.until_s is not None else {}
+        rows.append(row | {"holds": held(swarm.run, found.spans), "tokens_per_s": speed, "limit": limit} | cut)
     return rows

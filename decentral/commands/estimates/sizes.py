@@ -13,6 +13,7 @@ ASPECT = 64.0  # the preferred ratio of width to depth, which is also the defaul
 ASPECT_WEIGHT = 0.03  # a width of twice the preferred width counts as much as a size that is off by 3%
 LEAST_PARAMETERS, MOST_PARAMETERS = 1e5, 1e12
 WHOLE_MODEL = "whole model"  # what a peer with all layers holds, for people
+TOKENIZER_VOCABULARY = 32_768  # `model.vocabulary` of a run with a tokenizer, unless the user gives another
 CONTEXT = 1024  # number of tokens in a training sequence if neither a config nor a flag sets it
 
 

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from decentral.commands.estimates.estimating import held
-from decentral.commands.estimates.forecast import BYTES_RANGE, between_codes, between_windows
+from decentral.commands.estimates.estimating import estimated, held, note_on_table, swarm_of
+from decentral.commands.estimates.forecast import BYTES_RANGE, Forecast, between_codes, between_windows, forecast
 from decentral.commands.estimates.peer_devices import STEP_SEQUENCES, with_micro_batch
 from decentral.commands.estimates.places import MBIT, groups_of, topology_of
 from decentral.commands.estimates.playing import Rates
 from decentral.commands.estimates.sizes import with_shape
 from decentral.commands.estimates.traffic import PredictedGossip
 from decentral.core import config
+from decentral.core.strict_json import JsonObject
 
 SENT_NN = np.array([[0.0, 100.0], [300.0, 0.0]])
 NO_CYCLE = np.zeros(2)
@@ -86,3 +87,40 @@ def test_micro_batches_in_a_step_are_as_many_as_the_user_has_set() -> None:
     run = config.load(None, ["train.accumulate=2"])
     found = with_micro_batch(with_shape(run, "1B", frozenset()), groups_of("4x4090 lab")).train
     assert found.accumulate == 2
+
+
+def predicted(size: str, peers: str, seconds: float) -> Forecast:
+    swarm = swarm_of(with_shape(config.load(None), size, frozenset()), groups_of(peers))
+    return forecast(swarm.run, swarm.topology, swarm.each, seconds)
+
+
+def test_a_short_simulation_of_routes_gives_what_a_long_one_does_with_a_wider_range() -> None:
+    """The first minutes of gossip, in which routes stall, are not the tokens/s that last: 538 (154 to 1,075)."""
+    found = predicted("3B", "4x4090 homes:50/500", 2.0)
+    assert found.until_s is not None
+    assert found.tokens_per_s.mid == pytest.approx(538, rel=0.2)
+    assert found.tokens_per_s.low < 154 / 1.5
+    assert found.tokens_per_s.high > 538
+
+
+def test_a_short_simulation_of_whole_models_gives_the_bytes_that_last() -> None:
+    """A longer one has 12.6 GB an hour; in the first minute, windows are four times as long as later."""
+    found = predicted("350M", "4x4090 homes:50/500", 0.5)
+    sent = found.pairs.between([0], range(4)).times(3600)
+    assert found.until_s is not None
+    assert sent.mid == pytest.approx(12.6e9, rel=0.05)
+    assert sent.low < 6.3e9
+    assert sent.high > 25e9
+
+
+def test_it_is_said_what_cut_a_simulation_short_and_what_the_figures_are_then() -> None:
+    run, groups = with_shape(config.load(None), "350M", frozenset()), groups_of("2x4090 homes:50/500")
+    note, *_ = estimated(run, groups, 0.1)["notes"]
+    assert note == (
+        "the simulation was cut short by --seconds 0.1, at 24 of the 1,200 virtual seconds in which gossip settles: "
+        "its bytes are by formulas"
+    )
+    rows: list[JsonObject] = [{"model": "1B", "is_cut_short": True}, {"model": "125M"}]
+    assert note_on_table(rows, 60.0) == [
+        "the simulation was cut short by --seconds 20 for 1B: tokens/s without gossip, wider ranges"
+    ]
