@@ -20,7 +20,7 @@ EARLY_TIMES = 2  # in the swarm's first steps, gossip may use this many times it
 ALONE_TIMES = 4  # with only one other peer, our windows are at most this many times what we need, as that peer may lie
 NEED_ROUNDING = 0.01  # a needed length this little above a power of two (in log2) is rounded down to that power
 # A thin link, on which long codecs would stretch windows, stays thin until these need less than this share of it. With
-# 0.95, peers that share an uplink changed codecs every few minutes; a swarm's bytes doubled and halved (0.5: in an hour).
+# 0.95, peers that share an uplink changed codecs, and bytes by a factor of 3, every few minutes; with 0.5 within hours.
 THIN_UNTIL = 0.4
 THIN_PARTNERS = 2  # on a slow link, a peer pulls from only this many partners per window (docs/GOSSIP.md)
 
