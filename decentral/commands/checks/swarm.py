@@ -27,12 +27,13 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds, plural, readable_bytes
-from decentral.engine import measure, memory
+from decentral.engine import checkpoint, measure, memory
 from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
 from decentral.peers.startup.reach_swarm import connect_all
+from decentral.peers.startup.state import StateFolder
 from decentral.peers.startup.visit import HELLO_S
 
 # The DHT is read up to LOOKS times, LOOK_PAUSE_S apart, until the records of all peers that answered are found.
@@ -139,6 +140,32 @@ def _upgrade(detail: str) -> str:
     theirs = re.search(r"that one (\d+)", detail)
     older = theirs is not None and int(theirs[1]) < VERSION
     return f"{'upgrade the peer there' if older else 'upgrade this machine'}: {UPGRADE}"
+
+
+def starts_without(folder: Path, silent: Sequence[Finding]) -> Finding | None:
+    """Return the finding that none of the peers that a stopped peer's folder knows answers, and how it then starts.
+
+    Args:
+        folder: The stopped peer's state folder.
+        silent: The findings about those peers.
+
+    Returns:
+        The finding; None if the folder has no run or a file that cannot be read, since no peer starts with that.
+    """
+    try:
+        kept, held = StateFolder(folder).look_at_run(), checkpoint.span(folder)
+    except UserError:  # disk.checks reports this error to the user
+        return None
+    if kept is None:
+        return None
+    starts = "it would start alone, from its checkpoint, and look for them again"
+    if held is None:
+        starts = "it would start alone, with fresh weights, since it has no checkpoint, and look for them again"
+    elif held != (0, kept[1].facts()["layers"] or held[1]):
+        starts = f"it would start, and wait for peers with the layers that it lacks; it has {held[0]} to {held[1] - 1}"
+    seen = f"no peer that this one knows answers now, such as {silent[0].seen}; {starts}"
+    remedy = "nothing, if it is the first to start; else start one of them, or give it a running peer's --join ADDR"
+    return warn("join", seen, remedy)
 
 
 def invitation(path: Path) -> Finding:

@@ -12,11 +12,12 @@ import pytest
 from decentral.comm.wire.identity import Identity
 from decentral.commands import doctor
 from decentral.commands.checks import examine, running_peer
-from decentral.commands.checks.finding import Finding, FindingState, unknown, warn
+from decentral.commands.checks.finding import Finding, FindingState, unknown, warn, wrong
 from decentral.commands.checks.running_peer import REMEDIES
 from decentral.commands.checks.swarm import Visit
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId, RunId
+from decentral.engine import checkpoint
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import known_addresses
@@ -178,6 +179,36 @@ def test_a_stopped_peer_is_not_told_to_dial_itself(tmp_path: Path) -> None:
     StateFolder(tmp_path).write_listen(["/ip4/127.0.0.1/tcp/4001"])
     assert [own] == [one.rpartition("/")[2] for one in known_addresses(tmp_path)]
     assert examine.PeerPlace.of(doctor.parse(["--state-dir", str(tmp_path)])).addresses == []
+
+
+GONE = "/ip4/127.0.0.1/tcp/1/p2p/QmTKuPwewYncoYX4W3ZrgNKpHzRP7UqNF5NjQmN3LXEsr6"  # nobody listens there
+
+
+@pytest.mark.parametrize(
+    ("held", "starts"),
+    [
+        ((0, 4), "it would start alone, from its checkpoint"),
+        (None, "it would start alone, with fresh weights"),
+        ((0, 2), "it would start, and wait for peers with the layers that it lacks; it has 0 to 1"),
+    ],
+)
+def test_a_stopped_peer_is_not_wrong_where_nobody_that_it_knows_answers(
+    tmp_path: Path, held: tuple[int, int] | None, starts: str
+) -> None:
+    """It starts without them, unlike one that is to join by an address of --join."""
+    folder = StateFolder(tmp_path)
+    folder.write_flags(PeerFlags(listen=("/ip4/127.0.0.1/tcp/0",)))
+    folder.write_run(RunId("gpt-3fa2c1"), config.load(None, ["model.depth=2"]))
+    AddressBook.load(tmp_path / "peers.json").learn(PeerId(GONE.rpartition("/")[2]), (GONE,))
+    if held is not None:
+        checkpoint.write(tmp_path, {}, {"fragments": [{"first": held[0], "last": held[1]}]})
+    refusal = wrong("join", f"{GONE}: connection refused", "start that peer")
+    flags = ["--state-dir", str(tmp_path)]
+    (one,) = examine._excused([refusal], False, examine.PeerPlace.of(doctor.parse(flags)))
+    assert (one.check, one.state) == ("join", FindingState.WARN)
+    assert one.seen.startswith(f"no peer that this one knows answers now, such as {GONE}: connection refused; {starts}")
+    asked = examine.PeerPlace.of(doctor.parse([*flags, "--join", GONE]))
+    assert examine._excused([refusal], False, asked) == [refusal]
 
 
 def test_loopback_addresses_from_other_peers_are_dialled_only_if_the_peer_listens_there(tmp_path: Path) -> None:
