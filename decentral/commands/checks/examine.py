@@ -231,7 +231,7 @@ async def _links(place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
     yield reachable
     if not others:  # do not measure the link to this machine's own peer: links to other peers may be slower
-        gone = "the swarm has no other peer" if visit.known.keys() <= {place.peer} else "no other peer can be reached"
+        gone = "the swarm has no other peer" if visit.known.keys() <= {place.peer} else "no other peer answers"
         yield unknown("latency", gone)
         return
     yield await network.latency(transport, others)

@@ -19,6 +19,7 @@ from decentral.core import config, strict_json
 from decentral.core.ids import PeerId, RunId
 from decentral.engine import checkpoint
 from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import known_addresses
 from tests.processes import piped
@@ -221,10 +222,32 @@ def test_loopback_addresses_from_other_peers_are_dialled_only_if_the_peer_listen
 
 def test_a_swarm_whose_other_peers_said_farewell_is_well() -> None:
     own = PeerId("QmOwn")
-    visit: Any = SimpleNamespace(known={own: SimpleNamespace(phase="training")}, run="gpt-1")
+    visit: Any = SimpleNamespace(known={own: SimpleNamespace(phase="training")}, silent=set(), run="gpt-1")
     assert Visit._members(visit, own, "").state == FindingState.WRONG
     one = Visit._members(visit, own, "N5Cw9J left 20 s ago")
     assert (one.state, one.seen) == (FindingState.OK, "run gpt-1: no peer but this one; N5Cw9J left 20 s ago")
+
+
+def test_a_killed_peer_whose_record_is_still_there_is_not_counted_as_another_peer() -> None:
+    """Its record outlives it; layers that only it holds are not said to be held."""
+    own, killed, third = PeerId("QmOwn"), PeerId("Qmxx3kPq2"), PeerId("QmThird")
+
+    def training(first: int, last: int) -> PeerRecord:
+        facts: dict[str, Any] = {"run": RunId("gpt-1"), "time": NOW, "addresses": (), "tokens": 0, "step": 9}
+        profile = Profile("cpu", 1, 1.0, 1.0, name="ann")
+        return PeerRecord(**facts, profile=profile, first=first, last=last, lr_step=7, phase=PeerPhase.TRAINING)
+
+    visit: Any = SimpleNamespace(known={own: training(0, 2), killed: training(2, 4)}, silent={killed}, run="gpt-1")
+    visit.config = config.load(None, ["model.depth=2", "gossip.fragment_parameters=1"])
+    one = Visit._members(visit, own, "")
+    said = "run gpt-1: no other peer answers now, but has a record: x3kPq2 (ann)"
+    assert (one.state, one.seen) == (FindingState.WARN, said)
+    assert Visit._layers(visit).state == FindingState.UNKNOWN
+    visit.known[third] = training(2, 4)
+    assert Visit._members(visit, own, "").seen == (
+        "run gpt-1: 1 other peer (1 train, 0 join), learning-rate step 7; without an answer now: x3kPq2 (ann)"
+    )
+    assert Visit._layers(visit).state == FindingState.OK
 
 
 def test_a_peer_of_synchronous_rounds_exchanges_nothing_else(tmp_path: Path) -> None:
