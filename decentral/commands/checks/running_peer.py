@@ -18,10 +18,11 @@ from decentral.core.journal import events
 from decentral.core.journal import file as journal
 from decentral.core.journal.lines import Recorded, recorded
 from decentral.core.journal.peer_totals import WorkDone
-from decentral.core.peer_folders import lock_holders
+from decentral.core.peer_folders import CHECKPOINT, changed_at, lock_holders
 from decentral.core.peer_names import titled
+from decentral.core.plain_text import plain_text
 from decentral.core.reasons import Reason
-from decentral.core.times import duration, precise
+from decentral.core.times import ago, duration, precise
 from decentral.core.units import MiB, Seconds
 from decentral.peers.startup.state import StateFolder
 
@@ -113,6 +114,34 @@ class JournalTail:
         for line in self.lines:
             work.take(line.t, line.event)
         return work
+
+
+@dataclass(frozen=True, slots=True)
+class KilledPeer:
+    """A peer that has ended without stopping: it was killed, or it crashed."""
+
+    folder: str
+    name: str
+    run: str
+    ended_at: Seconds  # Unix time of the journal's last line
+    checkpoint_at: Seconds | None  # Unix time of the newest checkpoint; None: there is none
+
+    @classmethod
+    def of(cls, folder: Path) -> "KilledPeer | None":
+        """Return the killed peer of a state folder; None if its peer runs, has stopped, or never began to train."""
+        if holder(folder) is not None:  # before the journal is read, as the peer may stop meanwhile
+            return None
+        tail = JournalTail.of(folder)
+        if tail is None or tail.of_event(events.StoppedLine):
+            return None
+        saved_at, ended_at = changed_at(folder / CHECKPOINT) or None, max(line.t for line in tail.lines)
+        name, run = plain_text(tail.facts.name), plain_text(tail.facts.run)
+        return cls(str(folder), name, run, round(ended_at, 1), saved_at)
+
+    def told(self, now: Seconds) -> str:
+        """Return as text how the peer has ended and when it was last saved; `now` is Unix time."""
+        saved = "never saved" if self.checkpoint_at is None else f"last saved {ago(self.checkpoint_at, now)}"
+        return f"ended {ago(self.ended_at, now)} without stopping (killed or crashed), {saved}"
 
 
 def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
