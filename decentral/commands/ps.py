@@ -97,6 +97,9 @@ class PeerStatus:
         )
 
 
+OMITTED = ("user", "run", "since", "id", "checkpoint")  # left out in this order if the terminal is too narrow
+CELL_GAP = 2  # columns between two cells
+LEAST_LAST_CHARS = 24  # the last column has at least this many columns, if its cells need them
 STATUS_COLUMNS = ("name", "id", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
 
 
@@ -115,7 +118,7 @@ def _main(flags: argparse.Namespace) -> None:
     if not found:
         print("no peer runs on this machine")
     else:
-        print(table(STATUS_COLUMNS, [one.row(now) for one in found]))
+        print(table(STATUS_COLUMNS, [one.row(now) for one in found], shared.terminal_columns()))
         for run, address in {one.run: one.address for one in reversed(found) if one.address}.items():
             print(f"{run}: --join {address}")
     for peer in killed:
@@ -144,13 +147,31 @@ def here() -> list[RunningPeer]:
     return running_peers()
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with columns as wide as their widest cell."""
-    lines = [columns, *rows]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int | None = None) -> str:
+    """Return a table as text, with columns as wide as their widest cell.
+
+    Args:
+        columns: The columns' names.
+        rows: For each row its cells.
+        most: Columns of the terminal; None: not limited. For a narrow one the columns of OMITTED are left out, one
+            after the other, and long cells of the last column continue on further lines.
+    """
+    lines, shown = [columns, *rows], list(range(len(columns)))
+    for omitted in ("", *OMITTED):
+        shown = [at for at in shown if columns[at] != omitted]
+        *widths, room = [max(len(line[at]) for line in lines) for at in shown]
+        before = sum(widths) + CELL_GAP * len(widths)
+        if most is None or before + min(room, LEAST_LAST_CHARS) <= most:
+            break
+    if most is not None:
+        room = min(room, max(LEAST_LAST_CHARS, most - before))
+    text: list[str] = []
+    for line in lines:
+        first = (" " * CELL_GAP).join(line[at].ljust(wide) for at, wide in zip(shown[:-1], widths, strict=False))
+        last = line[shown[-1]]
+        parts = [last[at : at + room] for at in range(0, max(1, len(last)), room)]
+        text += [f"{first}{' ' * CELL_GAP}{parts[0]}".rstrip(), *(" " * before + part for part in parts[1:])]
+    return "\n".join(text)
 
 
 def _is_suspended(pid: int) -> bool:

@@ -7,6 +7,7 @@ import argparse
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -94,12 +95,17 @@ def as_called(text: str) -> str:
     return text.replace(table.CALL, "decentral ") if by_one_name else text
 
 
+def terminal_columns() -> int | None:
+    """Return how wide a command's result may be: as COLUMNS says, or the terminal is; None in a pipe or a file."""
+    asked = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if asked else None
+
+
 def result_console() -> "Console":
     """Return the console for a command's result: as wide as the terminal, or PIPED_COLUMNS wide without one."""
     from rich.console import Console
 
-    asked = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if asked else PIPED_COLUMNS)
+    return Console(highlight=False, width=terminal_columns() or PIPED_COLUMNS)
 
 
 def finite(text: str) -> float:

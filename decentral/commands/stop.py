@@ -110,7 +110,7 @@ def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
         yes: Whether the user has agreed beforehand.
     """
     now = time.time()
-    print(table(STATUS_COLUMNS, [peer.row(now) for peer in peers]), flush=True)
+    print(table(STATUS_COLUMNS, [peer.row(now) for peer in peers], shared.terminal_columns()), flush=True)
     if yes or sys.stdin is None or not sys.stdin.isatty():
         return True
     try:

@@ -72,6 +72,24 @@ def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
     assert lines[1].index(str(tmp_path)) == lines[0].index("folder")
 
 
+def test_the_table_fits_into_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ps, "here", lambda: [training(tmp_path / ("a" * 60)), training(tmp_path / "two")])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 100)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    ps.main([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("gpt")]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["name", "id", "phase", "pid", "step", "loss", "checkpoint", "folder"]
+    at = lines[0].index("folder")
+    assert "".join(line[at:] for line in lines[1:]) == f"{tmp_path}/{'a' * 60}{tmp_path}/two"
+    monkeypatch.delenv("COLUMNS")
+    ps.main([])
+    assert capsys.readouterr().out.splitlines()[0].split() == list(STATUS_COLUMNS)
+
+
 def test_below_the_table_is_how_to_join_each_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
