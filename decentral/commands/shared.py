@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from decentral.commands import table
-from decentral.commands.output import OutputGone, outputs
+from decentral.commands.output import OutputGone, Unpadded, outputs
 from decentral.core import ids, quantities
 from decentral.core.errors import ExitCode, UserError
 from decentral.core.near_names import did_you_mean, nearest
@@ -105,7 +105,8 @@ def result_console() -> "Console":
     """Return the console for a command's result: as wide as the terminal, or PIPED_COLUMNS wide without one."""
     from rich.console import Console
 
-    return Console(highlight=False, width=terminal_columns() or PIPED_COLUMNS)
+    file = None if sys.stdout.isatty() else cast(IO[str], Unpadded(sys.stdout))
+    return Console(file=file, highlight=False, width=terminal_columns() or PIPED_COLUMNS)
 
 
 def finite(text: str) -> float:

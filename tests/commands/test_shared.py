@@ -354,6 +354,18 @@ def test_a_table_in_a_pipe_keeps_each_row_on_one_line(
     assert lines[None] == 1 < lines["80"]
 
 
+def test_no_line_in_a_pipe_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("model", "limit", box=None)
+    table.add_row("10M", "compute")
+    table.add_row("1B", "memory: it needs 30.0 GB")
+    console = shared.result_console()
+    console.print(table)
+    console.print("note: a blank \n")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines[:2]] == ["model  limit", "10M    compute"]
+    assert lines == [line.rstrip() for line in lines]
+
+
 @pytest.mark.parametrize(("said", "shown"), [("`torch.jit.script` is deprecated. Please", False), ("other", True)])
 def test_users_see_no_warning_that_a_library_raises_as_it_loads(said: str, shown: bool) -> None:
     """torch 2.14 shows this one for hivemind; torch 2.13 still hid it."""
