@@ -201,7 +201,7 @@ def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[
     if stopped[0].unsaved:
         return False, f"stopped, NOT saved ({printable(stopped[0].unsaved, REASON_CHARS)}); {kept}"
     written = tail.last_of(CheckpointLine) if tail else []
-    step = f"step {written[0].step:,} " if written else ""
+    step = f"learning-rate step {written[0].step:,} " if written else ""
     return at >= asked_at - 1, f"stopped, {step}saved in {peer.folder}; {again}"
 
 

@@ -223,10 +223,11 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
-    """Return the values that both displays show, as text by name: step, loss, speed, traffic and so on."""
+    """Return the values that both displays show, as text by name: steps, loss, speed, traffic and so on."""
     progress = node.progress
     return {
-        "step": f"{progress.step}",
+        "own step": f"{progress.step}",
+        "learning-rate step": f"{progress.lr_step}",
         "loss": str(progress.losses),
         "held-out": _held_out(progress.evaluations, now),
         "tokens/s": f"{progress.speed(now):,.0f}",

@@ -319,7 +319,8 @@ def test_it_is_said_what_is_on_the_disk(tmp_path: Path) -> None:
     saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)
     assert (saved, said) == (
         True,
-        f"stopped, step 1,240 saved in {peer.folder}; go on with: python -m decentral.peer --state-dir {peer.folder}",
+        f"stopped, learning-rate step 1,240 saved in {peer.folder}; "
+        f"go on with: python -m decentral.peer --state-dir {peer.folder}",
     )
     journal(peer.folder, (72, "stopped", {"reason": "interrupted", "unsaved": "No space left on device"}))
     saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)

@@ -82,7 +82,7 @@ def test_a_peer_that_joins_says_so_instead_of_figures(
     assert capsys.readouterr().out == f"starting: joining; known peers: {len(NAMES)}, received: 0 B\n"
     ours.phase = PeerPhase.TRAINING
     terminal.LineDisplay().update(ours, NOW)
-    assert capsys.readouterr().out.startswith(f"{clock_time(NOW)}  step 0  loss ")
+    assert capsys.readouterr().out.startswith(f"{clock_time(NOW)}  own step 0  learning-rate step 0  loss ")
 
 
 def test_a_peer_that_leaves_or_joins_has_a_line(

@@ -247,7 +247,7 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
     if not steps.stepped_at:
         return warn("training", "it has joined, but took no step in the last 10 minutes", "see layers and errors below")
     loss = "unknown" if steps.loss is None else f"{steps.loss:.4g}"
-    return ok("training", f"step {steps.step}, loss {loss}, {now - steps.stepped_at:.0f} s ago")
+    return ok("training", f"own step {steps.step}, loss {loss}, {now - steps.stepped_at:.0f} s ago")
 
 
 def exchanges(tail: JournalTail, stopped: bool) -> Finding:
