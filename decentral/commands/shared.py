@@ -44,6 +44,9 @@ MISTAKEN = {  # (a flag that a command lacks, another flag that the command has)
 }
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
+LONE_UNIT = (
+    r"[kKMBGT]|[kKMGT]i?[Bb](/s)?|[smhd]|tokens|steps"  # no name of a config: it was typed apart from its number
+)
 PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
 
 
@@ -63,6 +66,9 @@ class Parser(argparse.ArgumentParser):
         if not arg_string and "" not in (action.const, action.default) and action.dest not in MAY_BE_EMPTY:
             out = "give one, or leave it out" if not action.required else "give one"
             raise argparse.ArgumentError(action, f"expected a value; got ''; {out}")
+        if action.dest == "config" and re.fullmatch(LONE_UNIT, arg_string) and not Path(arg_string).exists():
+            apart = f"got {arg_string!r}, a unit: write it without a blank after its number, such as 10{arg_string}"
+            raise argparse.ArgumentError(action, f"expected a YAML file or a shipped config; {apart}")
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
