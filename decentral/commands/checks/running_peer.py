@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
@@ -162,7 +163,7 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
     if stopped and pid is None:
         yield ended(stopped[0])
     elif pid is None:
-        yield warn("journal", "the peer ended without a last line: it was killed", _AGAIN)
+        yield warn("journal", "the peer ended without a last line: it was killed", _again(folder))
     else:
         yield training(tail, swarm_now)
     if not _takes_rounds(folder):
@@ -179,7 +180,9 @@ def _takes_rounds(folder: Path) -> bool:
     return False
 
 
-_AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg shows if the system killed it (memory)"
+def _again(folder: Path) -> str:
+    start = f"python -m decentral.peer --state-dir {quote(str(folder))}"
+    return f"start it again: {start}; dmesg shows if the system killed it (memory)"
 
 
 def holder(folder: Path) -> int | None:

@@ -164,6 +164,11 @@ def test_peers_that_went_without_a_farewell_are_missed_until_they_are_back(tmp_p
     assert "peers" not in found(written(back, *left, (40.0, "peer_joined", {"peer": "QmPeer0"}), STEP))
 
 
+def test_a_killed_peer_s_remedy_names_its_folder(tmp_path: Path) -> None:
+    (folder := tmp_path / "a b").mkdir()
+    assert f"decentral.peer --state-dir '{folder}';" in found(written(folder, STEP))["journal"].remedy
+
+
 def test_a_peer_that_was_stopped_without_exchanges_is_well(tmp_path: Path) -> None:
     one = found(written(tmp_path, STEP, (4.0, "stopped", {"reason": "interrupted"})))["exchanges"]
     assert (one.state, one.seen) == (FindingState.OK, "none in the last 10 minutes before the peer stopped")
