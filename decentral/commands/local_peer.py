@@ -85,7 +85,7 @@ class LocalPeer:
         self.follow()
         last = self.steps[-1][1] if self.steps and self.steps[-1][0] >= since else None
         loss = "dead" if self.death() else summary.readable(last.loss) if last else "-"
-        return f"{loss} at step {last.step}" if last else loss
+        return f"{loss} at own step {last.step}" if last else loss
 
     def last_output(self) -> str:
         """Return the last line that the process has printed; "" if it has printed nothing."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,23 @@ class Output:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
+
+
+class Unpadded:
+    """A wrapper of a stream that leaves out blanks at the end of a line, with which rich fills a table's last cell."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Wrap a stream that is no terminal, so that no color codes end a line."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text of whole lines without blanks at their ends, and return the text's length."""
+        self._stream.write(re.sub(" +$", "", text, flags=re.MULTILINE))
+        return len(text)
+
+    def __getattr__(self, name: str) -> object:
+        """Return any other attribute of the stream."""
+        return getattr(self._stream, name)
 
 
 @contextmanager

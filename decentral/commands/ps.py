@@ -4,26 +4,30 @@
     python -m decentral.ps --json      the same as JSON
 
 Steps, losses and speeds come from the peers' journals. A peer's name and the end of its id are shown as others see
-them. Below the table stands, for each run, the address with which other commands and peers join it. Of other users'
-peers only the process is shown. `decentral stop` ends peers.
+them. Below the table stands, for each run, the address with which other commands and peers join it, and which peers
+were killed or have crashed in the last day, if their state folders are beside a running peer's, or in the working
+folder or a folder there. Of other users' peers only the process is shown. `decentral stop` ends peers.
 """
 
 import argparse
+import os
 import pwd
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from decentral.commands import shared
-from decentral.commands.checks.running_peer import JournalTail
+from decentral.commands.checks.running_peer import JournalTail, KilledPeer
 from decentral.core import foreign_file, strict_json
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, short
 from decentral.core.journal.events import JoinedLine, StoppedLine
-from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at
+from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at, journals_in
 from decentral.core.plain_text import plain_text
+from decentral.core.temporary import is_temporary
 from decentral.core.times import ago, clock_time
 from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
@@ -33,6 +37,7 @@ FOLDER_DELETED = "folder deleted"  # phase of a peer whose state folder is gone:
 SUSPENDED = "suspended"  # phase of a peer whose process is stopped by a signal, and hears no other one
 STAT_BYTES = 4096  # more than /proc/PID/stat has
 MOST_CELL_CHARS = 4096  # of a folder or an address
+KILLED_SHOWN_S = 86400.0  # peers that were killed longer ago are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,9 @@ class PeerStatus:
         )
 
 
+OMITTED = ("user", "run", "since", "id", "checkpoint")  # left out in this order if the terminal is too narrow
+CELL_GAP = 2  # columns between two cells
+LEAST_LAST_CHARS = 24  # the last column has at least this many columns, if its cells need them
 STATUS_COLUMNS = ("name", "id", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
 
 
@@ -101,16 +109,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
-    found = [PeerStatus.of(peer) for peer in here()]
+    running, now = here(), time.time()
+    found, killed = [PeerStatus.of(peer) for peer in running], killed_lately(running, Path.cwd(), now)
     if flags.json:
-        print(strict_json.dumps({"peers": [asdict(one) for one in found]}, indent=1))
-    elif not found:
+        lists = {"peers": [asdict(one) for one in found], "killed": [asdict(one) for one in killed]}
+        print(strict_json.dumps(lists, indent=1))
+        return
+    if not found:
         print("no peer runs on this machine")
     else:
-        now = time.time()
-        print(table(STATUS_COLUMNS, [one.row(now) for one in found]))
+        print(table(STATUS_COLUMNS, [one.row(now) for one in found], shared.terminal_columns()))
         for run, address in {one.run: one.address for one in reversed(found) if one.address}.items():
             print(f"{run}: --join {address}")
+    for peer in killed:
+        print(f"{peer.name} in {plain_text(peer.folder, MOST_CELL_CHARS)}: {peer.told(now)}")
+
+
+def killed_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) -> list[KilledPeer]:
+    """Return this user's peers that were killed, or have crashed, in the KILLED_SHOWN_S before `now` (Unix time).
+
+    Only state folders beside a running peer's, in `folder`, and in the folders in it are looked at.
+    """
+    around = {peer.folder.parent for peer in running if peer.folder}
+    with suppress(OSError):  # a folder that this user may not read
+        around |= {folder, *(one for one in folder.iterdir() if one.is_dir())}
+    journals = {journal for one in around for journal in (journals_in(one) if os.access(one, os.R_OK) else ())}
+    lately = [journal.parent for journal in sorted(journals) if now - changed_at(journal) < KILLED_SHOWN_S]
+    ended = [one for one in lately if one not in {peer.folder for peer in running} and not is_temporary(one)]
+    own = [one for one in ended if one.stat().st_uid == os.geteuid()]
+    return [killed for killed in map(KilledPeer.of, own) if killed is not None]
 
 
 def here() -> list[RunningPeer]:
@@ -120,13 +147,31 @@ def here() -> list[RunningPeer]:
     return running_peers()
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with columns as wide as their widest cell."""
-    lines = [columns, *rows]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int | None = None) -> str:
+    """Return a table as text, with columns as wide as their widest cell.
+
+    Args:
+        columns: The columns' names.
+        rows: For each row its cells.
+        most: Columns of the terminal; None: not limited. For a narrow one the columns of OMITTED are left out, one
+            after the other, and long cells of the last column continue on further lines.
+    """
+    lines, shown = [columns, *rows], list(range(len(columns)))
+    for omitted in ("", *OMITTED):
+        shown = [at for at in shown if columns[at] != omitted]
+        *widths, room = [max(len(line[at]) for line in lines) for at in shown]
+        before = sum(widths) + CELL_GAP * len(widths)
+        if most is None or before + min(room, LEAST_LAST_CHARS) <= most:
+            break
+    if most is not None:
+        room = min(room, max(LEAST_LAST_CHARS, most - before))
+    text: list[str] = []
+    for line in lines:
+        first = (" " * CELL_GAP).join(line[at].ljust(wide) for at, wide in zip(shown[:-1], widths, strict=False))
+        last = line[shown[-1]]
+        parts = [last[at : at + room] for at in range(0, max(1, len(last)), room)]
+        text += [f"{first}{' ' * CELL_GAP}{parts[0]}".rstrip(), *(" " * before + part for part in parts[1:])]
+    return "\n".join(text)
 
 
 def _is_suspended(pid: int) -> bool:
@@ -158,7 +203,8 @@ def _user(number: int) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
-    about = "List the peers that run on this machine, whoever started them."
+    about = "List the peers that run on this machine, whoever started them, and those that were killed or have crashed "
+    about += "in the last day, as far as their state folders are near."
     parser = shared.Parser(prog="python -m decentral.ps", description=about)
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     return parser.parse_args(argv)

@@ -7,6 +7,7 @@ import argparse
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -16,10 +17,10 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from decentral.commands import table
-from decentral.commands.output import OutputGone, outputs
+from decentral.commands.output import OutputGone, Unpadded, outputs
 from decentral.core import ids, quantities
 from decentral.core.errors import ExitCode, UserError
 from decentral.core.near_names import did_you_mean, nearest
@@ -43,6 +44,9 @@ MISTAKEN = {  # (a flag that a command lacks, another flag that the command has)
 }
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
+LONE_UNIT = (
+    r"[kKMBGT]|[kKMGT]i?[Bb](/s)?|[smhd]|tokens|steps"  # no name of a config: it was typed apart from its number
+)
 PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
 
 
@@ -62,6 +66,9 @@ class Parser(argparse.ArgumentParser):
         if not arg_string and "" not in (action.const, action.default) and action.dest not in MAY_BE_EMPTY:
             out = "give one, or leave it out" if not action.required else "give one"
             raise argparse.ArgumentError(action, f"expected a value; got ''; {out}")
+        if action.dest == "config" and re.fullmatch(LONE_UNIT, arg_string) and not Path(arg_string).exists():
+            apart = f"got {arg_string!r}, a unit: write it without a blank after its number, such as 10{arg_string}"
+            raise argparse.ArgumentError(action, f"expected a YAML file or a shipped config; {apart}")
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
@@ -94,12 +101,18 @@ def as_called(text: str) -> str:
     return text.replace(table.CALL, "decentral ") if by_one_name else text
 
 
+def terminal_columns() -> int | None:
+    """Return how wide a command's result may be: as COLUMNS says, or the terminal is; None in a pipe or a file."""
+    asked = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if asked else None
+
+
 def result_console() -> "Console":
     """Return the console for a command's result: as wide as the terminal, or PIPED_COLUMNS wide without one."""
     from rich.console import Console
 
-    asked = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if asked else PIPED_COLUMNS)
+    file = None if sys.stdout.isatty() else cast(IO[str], Unpadded(sys.stdout))
+    return Console(file=file, highlight=False, width=terminal_columns() or PIPED_COLUMNS)
 
 
 def finite(text: str) -> float:

@@ -6,7 +6,8 @@
     python -m decentral.stop --all           all peers that this user runs here, after a question on a terminal
 
 The command only ends processes that hold the lock of a peer's state folder and belong to this user. It never kills: a
-peer that does not end within STOP_S goes on saving. Exit codes: 0 if all have ended and saved, 1 if not.
+peer that does not end within STOP_S goes on saving. Exit codes: 0 if all have stopped and saved, 1 if not, also if a
+peer in a named folder was killed or has crashed, so that its work since its last checkpoint is lost.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.commands.checks.running_peer import JournalTail, holder
+from decentral.commands.checks.running_peer import JournalTail, KilledPeer, holder
 from decentral.commands.ps import STATUS_COLUMNS, SUSPENDED, PeerStatus, here, table
 from decentral.core.errors import ExitCode, UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
@@ -43,12 +44,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(flags: argparse.Namespace) -> None:
     running = {peer: PeerStatus.of(peer) for peer in here()}
     found, stopped = chosen(running, flags.which)
-    for folder, count in stopped.items():
-        print(f"{plural(count, 'peer')} in {folder}: stopped already" if count > 1 else f"{folder}: stopped already")
-    if not found:
-        if not stopped:
-            print("no peer of this user runs on this machine")
-        return
+    all_well = not _tell_ended(stopped)
+    if not found and not stopped:
+        print("no peer of this user runs on this machine")
+    if found:
+        all_well = _stop(running, found, flags) and all_well
+    if not all_well:
+        raise SystemExit(ExitCode.FAILED)
+
+
+def _tell_ended(ended: Mapping[Path, Sequence[Path]]) -> bool:
+    """Print which peers of these folders have ended already and how; return whether one was killed or has crashed.
+
+    Args:
+        ended: Folder that the user named -> state folders of its ended peers.
+    """
+    now, some_killed = time.time(), False
+    for named, folders in ended.items():
+        killed = [one for one in map(KilledPeer.of, folders) if one is not None]
+        some_killed = some_killed or bool(killed)
+        for one in killed:
+            again = f"{shared.as_called('python -m decentral.peer')} --state-dir {one.folder}"
+            print(f"{one.name or one.folder}: {one.told(now)}; go on with: {again}")
+        if count := len(folders) - len(killed):
+            print(f"{plural(count, 'peer')} in {named}: stopped already" if count > 1 else f"{named}: stopped already")
+    return some_killed
+
+
+def _stop(running: Running, found: Sequence[RunningPeer], flags: argparse.Namespace) -> bool:
+    """Stop these running peers, and return whether all have stopped and saved.
+
+    Raises:
+        SystemExit: With FAILED if the user does not agree.
+    """
     if flags.all and not _agreed([running[peer] for peer in found], flags.yes):
         print("none was stopped")
         raise SystemExit(ExitCode.FAILED)
@@ -71,8 +99,7 @@ def _main(flags: argparse.Namespace) -> None:
                 is_saved, said = what_was_saved(peer, asked_at, time.time())
             all_well = all_well and is_saved
             print(f"{_called(peer, running[peer])}: {said}", flush=True)
-    if not all_well:
-        raise SystemExit(ExitCode.FAILED)
+    return all_well
 
 
 def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
@@ -83,7 +110,7 @@ def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
         yes: Whether the user has agreed beforehand.
     """
     now = time.time()
-    print(table(STATUS_COLUMNS, [peer.row(now) for peer in peers]), flush=True)
+    print(table(STATUS_COLUMNS, [peer.row(now) for peer in peers], shared.terminal_columns()), flush=True)
     if yes or sys.stdin is None or not sys.stdin.isatty():
         return True
     try:
@@ -92,15 +119,15 @@ def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
         return False
 
 
-def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], dict[Path, int]]:
-    """Return which of this user's running peers to stop, and the named folders whose peers have all ended.
+def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], dict[Path, list[Path]]]:
+    """Return which of this user's running peers to stop, and the named folders with peers that have ended.
 
     Args:
         running: The peers on this machine.
         which: Names and folders of peers, folders of peers' folders, and ids of runs; []: all peers of this user.
 
     Returns:
-        The peers, and folder -> number of peers' folders that are there, or 1 for a peer's own folder.
+        The peers, and named folder -> state folders of its ended peers.
 
     Raises:
         UserError: If nothing of this user has one of these names, if another user's peer runs in the folder, if several
@@ -111,7 +138,7 @@ def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], d
     if not which:
         return list(own), {}
     found: dict[RunningPeer, None] = {}
-    ended: dict[Path, int] = {}
+    ended: dict[Path, list[Path]] = {}
     for one in which:
         if not one:
             raise UserError("expected the name or folder of a peer; got an empty string (see decentral ps)")
@@ -127,11 +154,13 @@ def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], d
             folders = ", ".join(f"{peer.folder} (run {own[peer].run})" for peer in named)
             raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")
         chosen_here = inside or named or of_run
-        there = 0 if chosen_here else len(journals := journals_in(path))
-        if there:
-            if held := [journal.parent for journal in journals if holder(journal.parent) is not None]:
-                raise UserError(f"a peer of another user runs in {held[0]}; only that user can stop it")
-            ended[Path(one)] = there
+        idle = [] if named or of_run else [journal.parent for journal in journals_in(path)]
+        held = [folder for folder in idle if holder(folder) is not None]
+        if held and not inside:
+            raise UserError(f"a peer of another user runs in {held[0]}; only that user can stop it")
+        idle = [folder for folder in idle if folder not in held and folder not in {peer.folder for peer in inside}]
+        if idle:
+            ended[Path(one)] = idle
         elif not chosen_here:
             raise UserError(f"{_unknown(one, list(own.values()))} (see decentral ps)")
         found |= dict.fromkeys(chosen_here)
@@ -172,7 +201,7 @@ def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[
     if stopped[0].unsaved:
         return False, f"stopped, NOT saved ({printable(stopped[0].unsaved, REASON_CHARS)}); {kept}"
     written = tail.last_of(CheckpointLine) if tail else []
-    step = f"step {written[0].step:,} " if written else ""
+    step = f"learning-rate step {written[0].step:,} " if written else ""
     return at >= asked_at - 1, f"stopped, {step}saved in {peer.folder}; {again}"
 
 
@@ -182,7 +211,8 @@ def _called(peer: RunningPeer, status: PeerStatus) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
-    about = "Make peers on this machine save, leave their swarms, and end."
+    about = "Make peers on this machine save, leave their swarms, and end. The exit code is 0 if all have stopped and "
+    about += "saved, 1 if not, also for a peer that was killed or has crashed: its work since its last save is lost."
     parser = shared.Parser(prog="python -m decentral.stop", description=about)
     which = "a peer's name or state folder, a folder of peers' folders, or a run's id"
     parser.add_argument("which", nargs="*", metavar="NAME|DIR|RUN", help=which)

@@ -83,9 +83,9 @@ def whose(holders: Sequence[HolderWeights]) -> str:
 
 
 def _steps(holder: HolderWeights) -> str:
-    """Return the steps of a peer's fragments as text: one step, or a range if the fragments have different steps."""
+    """Return the learning-rate steps of a peer's fragments as text: one, or a range if the fragments differ."""
     first, last = min(holder.steps.values()), max(holder.steps.values())
-    return f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"learning-rate step {first}" if first == last else f"learning-rate steps {first} to {last}"
 
 
 def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> GatheredRun:
@@ -114,7 +114,10 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
     if not holders or not runs:
         raise UserError(f"--state-dir {' '.join(paths)} has no checkpoint; a peer writes a checkpoint when it stops")
     pairs = ((folder, peer) for folder, peer in newest.items() if folder != peer)
-    copies = [f"{copy} at step {steps[copy]}: a copy of {peer}, which is at step {steps[peer]}" for copy, peer in pairs]
+    copies = [
+        f"{copy} at learning-rate step {steps[copy]}: a copy of {peer}, which is at {steps[peer]}"
+        for copy, peer in pairs
+    ]
     left_out = [*copies, *leave_out_laggards(holders)]
     run, settings = runs[0]
     return GatheredRun(run, settings, [one for one in holders if one.weights], tuple(left_out))
@@ -150,7 +153,9 @@ def leave_out_laggards(holders: Sequence[HolderWeights]) -> list[str]:
             if newest[index] - step > max(LAG_STEPS, LAG_SHARE * newest[index])
         ]
         if late:
-            said.append(f"{one.name} at step {one.steps[late[0]]}: far behind step {newest[late[0]]} of others")
+            said.append(
+                f"{one.name} at learning-rate step {one.steps[late[0]]}: far behind step {newest[late[0]]} of others"
+            )
         for index in late:
             del one.weights[index], one.steps[index]
     return said

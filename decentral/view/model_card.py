@@ -73,12 +73,17 @@ def _summary(facts: CardFacts) -> str:
     size = readable_number(sum(model.layer_parameters))
     text = f"A {model.family} language model of {size} parameters, trained with decentral {__version__}"
     if history is None:
-        return f"{text}. These are its weights at step {facts.step:,}."
+        return f"{text}. {_at(facts)}"
     peers = f"{len(history.peers)} peers" if len(history.peers) > 1 else "one peer"
     curve = _curve(history)
     loss = f"; last {curve.kind} loss {curve.loss[-1]:.3f} nats per token" if len(curve.loss) else ""
     trained = f"on {readable_number(history.tokens)} tokens{loss}"
-    return f"{text} by {peers} {trained}. These are its weights at step {facts.step:,}."
+    return f"{text} by {peers} {trained}. {_at(facts)}"
+
+
+def _at(facts: CardFacts) -> str:
+    meaning = "which counts the steps of the swarm, not those of one peer"
+    return f"These are its weights at learning-rate step {facts.step:,}, {meaning}."
 
 
 def _loading(facts: CardFacts) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from decentral.commands.shared import starting
 from decentral.core.choices import ALGORITHMS, names_with
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, short
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.peer_names import departed, titled
 from decentral.core.plain_text import plain_text, printable
@@ -58,11 +58,17 @@ class Company:
         self._shown: dict[PeerId, str] | None = None  # peer -> end of its id, and its name, as people see them
 
     def changes(self, node: Node) -> list[str]:
-        """Return a line for each peer that joined or left since the last call; [] while this peer does not train."""
+        """Return a line for each peer that joined or left since the last call; [] while this peer does not train.
+
+        The first call returns a warning if another peer has this peer's name.
+        """
         if node.phase is not PeerPhase.TRAINING:
             return []
         here = {peer: titled(peer, entry.record.profile.name) for peer, entry in node.roster.live.items()}
-        before, self._shown = here if self._shown is None else self._shown, here
+        if self._shown is None:
+            self._shown = here
+            return _namesakes(node)
+        before, self._shown = self._shown, here
         counts = f"peers {len(before)} -> {len(here)}"
         came = [f"peer {here[peer]} joined ({counts})" for peer in sorted(here.keys() - before.keys())]
         gone = {peer: departed(node.roster.gone.get(peer, "left")) for peer in sorted(before.keys() - here.keys())}
@@ -70,6 +76,15 @@ class Company:
         changes = left + came
         more = len(changes) - MOST_CHANGES
         return [*changes[:MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _namesakes(node: Node) -> list[str]:
+    """Return a warning that names the other peers with this peer's name; [] if there are none."""
+    name = node.setup.profile.name
+    same = [peer for peer, entry in node.roster.live.items() if name and entry.record.profile.name == name]
+    others = ", ".join(short(peer) for peer in sorted(same)[:MOST_CHANGES])
+    called = f"{'both' if len(same) == 1 else 'all'} called {plain_text(name)}"
+    return [f"warning: {plain_text(others)} and this peer are {called}; --name NAME renames one"] if same else []
 
 
 class LineDisplay:
@@ -200,7 +215,7 @@ def _needed(setup: NodeSetup) -> list[str]:
 
 
 def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
-    """Print the last line for the user: why the peer stopped, what it trained, and where its state is.
+    """Print the last lines for the user: why the peer stopped, what it trained, where its state is, how to use it.
 
     Args:
         node: The peer.
@@ -209,7 +224,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
         unsaved: Why the last checkpoint could not be written; "" if it was written.
     """
     progress = node.progress
-    done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
+    done = f"after {progress.tokens:,} tokens since this start, loss {progress.losses}"
     why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
     before = f"{folder} keeps the previous checkpoint, if there is one" if folder.exists() else f"{folder} was deleted"
     saved = (
@@ -220,13 +235,17 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
         else f"NOT saved ({why}): {before}"
     )
     say(f"stopped ({said}) {done}; {saved}")
+    if not unsaved and node.setup.whole:
+        flags = f"--state-dir {shlex.quote(str(folder))} 'Once upon a time'"
+        say(f"use the model with: python -m decentral.generate {flags}")
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
-    """Return the values that both displays show, as text by name: step, loss, speed, traffic and so on."""
+    """Return the values that both displays show, as text by name: steps, loss, speed, traffic and so on."""
     progress = node.progress
     return {
-        "step": f"{progress.step}",
+        "own step": f"{progress.step}",
+        "learning-rate step": f"{progress.lr_step}",
         "loss": str(progress.losses),
         "held-out": _held_out(progress.evaluations, now),
         "tokens/s": f"{progress.speed(now):,.0f}",

@@ -26,11 +26,12 @@ from decentral.comm.wire.messages import VERSION
 from decentral.commands import doctor, invite
 from decentral.commands.checks import swarm as swarm_checks
 from decentral.core import config
-from decentral.core.ids import RunId
+from decentral.core.ids import PeerId, RunId
 from decentral.engine import checkpoint
+from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup import invitation_files
 from decentral.peers.startup.invitation_files import FounderFile
-from decentral.peers.startup.state import StateFolder
+from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.scheduler.topology import topology
 from tests.commands.peer_processes import TINY, Peers
 from tests.commands.refusals import LOOPBACK
@@ -148,6 +149,17 @@ def test_an_address_where_nobody_listens(examined: Any) -> None:
     assert code == 1
     assert "connection refused" in found["join"]["seen"]
     assert "start that peer" in found["join"]["remedy"]
+
+
+def test_a_stopped_peer_whose_swarm_has_stopped_too(examined: Any, tmp_path: Path) -> None:
+    """It starts again without the peers that it knew."""
+    gone = "/ip4/127.0.0.1/tcp/1/p2p/QmTKuPwewYncoYX4W3ZrgNKpHzRP7UqNF5NjQmN3LXEsr6"
+    StateFolder(tmp_path).write_flags(PeerFlags(listen=("/ip4/127.0.0.1/tcp/0",)))
+    StateFolder(tmp_path).write_run(RunId("gpt-123456"), config.Config())
+    AddressBook.load(tmp_path / "peers.json").learn(PeerId(gone.rpartition("/")[2]), (gone,))
+    code, found = examined("--state-dir", str(tmp_path))
+    assert (code, found["join"]["state"]) == (0, "warn")
+    assert "connection refused" in found["join"]["seen"]
 
 
 def test_the_address_of_a_peer_that_has_another_identity_now(peers: Peers, examined: Any) -> None:

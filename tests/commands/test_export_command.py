@@ -69,7 +69,7 @@ def test_a_peer_counts_once_beside_a_copy_of_its_folder(folders: list[Path], tmp
     _set_step(folders[0], 12)
     found = gather_weights.from_folders([str(backup), *map(str, folders)])
     assert [one.name for one in found.holders] == [str(folder) for folder in folders]
-    assert found.left_out == (f"{backup} at step 0: a copy of {folders[0]}, which is at step 12",)
+    assert found.left_out == (f"{backup} at learning-rate step 0: a copy of {folders[0]}, which is at 12",)
 
 
 def test_a_checkpoint_that_lags_far_behind_is_left_out_and_named(
@@ -82,8 +82,8 @@ def test_a_checkpoint_that_lags_far_behind_is_left_out_and_named(
     _set_step(folders[1], 449)
     assert export.main(["--state-dir", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
     said = capfd.readouterr().out
-    assert f"weights of {folders[0]} at step 500\n" in said
-    assert f"left out: {folders[1]} at step 449: far behind step 500 of others\n" in said
+    assert f"weights of {folders[0]} at learning-rate step 500\n" in said
+    assert f"left out: {folders[1]} at learning-rate step 449: far behind step 500 of others\n" in said
 
 
 @pytest.mark.parametrize("lag", [0, 500])
@@ -104,7 +104,9 @@ def test_folders_of_runs_with_one_config_are_not_averaged(
 
 def test_an_old_checkpoint_counts_for_layers_that_only_it_has() -> None:
     old, new = HolderWeights("old", {0: ONE, 1: ONE}, {0: 100, 1: 100}), HolderWeights("new", {1: ONE}, {1: 900})
-    assert gather_weights.leave_out_laggards([old, new]) == ["old at step 100: far behind step 900 of others"]
+    assert gather_weights.leave_out_laggards([old, new]) == [
+        "old at learning-rate step 100: far behind step 900 of others"
+    ]
     assert (set(old.weights), set(new.weights)) == ({0}, {1})
 
 

@@ -42,7 +42,7 @@ def test_the_text_is_the_prompt_and_what_follows_and_the_source_is_apart(
     said = capfd.readouterr()
     assert said.out.startswith("the swarm")
     assert len(said.out) > len("the swarm") + 8
-    assert said.err.splitlines()[0] == f"run words-3fa2c1: weights of {folder} at step 0; seed 5"
+    assert said.err.splitlines()[0] == f"run words-3fa2c1: weights of {folder} at learning-rate step 0; seed 5"
 
 
 def test_an_exported_folder_says_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -98,10 +98,10 @@ def test_the_holders_are_named_with_their_steps() -> None:
     parts = [HolderWeights("A", {0: one}, {0: 4}), HolderWeights("B", {1: other, 2: other}, {1: 5, 2: 6})]
     some_twice = [*parts, HolderWeights("C", {2: one}, {2: 5})]
     mean = [HolderWeights(name, {0: one}, {0: 9}) for name in "ABCDE"]
-    assert gather_weights.whose(whole) == "weights of A at step 4"
-    assert gather_weights.whose(parts) == "weights of A at step 4, B at steps 5 to 6"
-    assert gather_weights.whose(some_twice).endswith("C at step 5, each layer the mean of up to 2")
-    assert gather_weights.whose(mean).endswith("D at step 9 and 1 more, each layer the mean of up to 5")
+    assert gather_weights.whose(whole) == "weights of A at learning-rate step 4"
+    assert gather_weights.whose(parts) == "weights of A at learning-rate step 4, B at learning-rate steps 5 to 6"
+    assert gather_weights.whose(some_twice).endswith("C at learning-rate step 5, each layer the mean of up to 2")
+    assert gather_weights.whose(mean).endswith("D at learning-rate step 9 and 1 more, each layer the mean of up to 5")
 
 
 # Errors

@@ -382,7 +382,7 @@ def test_whoever_may_look_looks(swarm: Peers, tmp_path: Path, capsys: pytest.Cap
     assert generate.main(["--join", address(swarm), "--invite", str(path), "--max-tokens", "5", "import"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("import")
-    assert f"weights of {swarm.lines('founder', 'started')[0]['peer']} at step" in said.err
+    assert f"weights of {swarm.lines('founder', 'started')[0]['peer']} at learning-rate step" in said.err
 
 
 @pytest.mark.parametrize(("text", "line"), [("2001-01-01", "expected a future date"), ("30", "expected 12h, 30d")])

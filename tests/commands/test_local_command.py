@@ -262,7 +262,7 @@ def test_the_page_is_told_of_peers_that_have_died(mortal: local.LocalSwarm) -> N
 
 def test_a_dead_peer_has_no_loss_any_more(mortal: local.LocalSwarm) -> None:
     shown = [member.progress(mortal.began - 1) for member in mortal.members]
-    assert shown == ["0.000 at step 7", "dead at step 7", "dead at step 7"]
+    assert shown == ["0.000 at own step 7", "dead at own step 7", "dead at own step 7"]
 
 
 def test_a_dead_peers_loss_and_replica_do_not_count(mortal: local.LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:

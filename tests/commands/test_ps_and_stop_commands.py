@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,24 @@ def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
     lines = ps.table(STATUS_COLUMNS, [status.row(BEGAN + 400)]).splitlines()
     assert lines[0].split() == list(STATUS_COLUMNS)
     assert lines[1].index(str(tmp_path)) == lines[0].index("folder")
+
+
+def test_the_table_fits_into_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ps, "here", lambda: [training(tmp_path / ("a" * 60)), training(tmp_path / "two")])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 100)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    ps.main([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("gpt")]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["name", "id", "phase", "pid", "step", "loss", "checkpoint", "folder"]
+    at = lines[0].index("folder")
+    assert "".join(line[at:] for line in lines[1:]) == f"{tmp_path}/{'a' * 60}{tmp_path}/two"
+    monkeypatch.delenv("COLUMNS")
+    ps.main([])
+    assert capsys.readouterr().out.splitlines()[0].split() == list(STATUS_COLUMNS)
 
 
 def test_below_the_table_is_how_to_join_each_run(
@@ -147,7 +166,7 @@ def test_peers_that_have_ended_by_themselves_are_stopped_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(3):
-        journal(tmp_path / "friends" / f"peer-{number}", (1, "started", STARTED))
+        journal(tmp_path / "friends" / f"peer-{number}", (1, "started", STARTED), (2, "stopped", {"reason": "x"}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stop, "here", lambda: [])
     assert stop.main(["friends"]) == 0
@@ -160,6 +179,57 @@ def test_peers_that_have_ended_by_themselves_are_stopped_already(
         stop.chosen({}, ["a" * 300])
 
 
+def killed(folder: Path) -> None:
+    """A peer that has saved BEGAN + 60, and whose last line is of BEGAN + 70, but none that it stopped."""
+    training(folder)
+    journal(folder, (70, "step", {"step": 1300, "loss": 2.4, "tokens": 64, "seconds": 0.9, "aside": {}}))
+
+
+def test_a_peer_that_was_killed_is_not_said_to_have_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its work since its last checkpoint is lost, which the exit code says, too."""
+    killed(tmp_path / "friends" / "one")
+    journal(tmp_path / "friends" / "two", (1, "started", STARTED), (2, "stopped", {"reason": "x"}))
+    journal(tmp_path / "friends" / "three", (1, "started", {**STARTED, "name": "bob"}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stop, "here", lambda: [])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 100)
+    with pytest.raises(SystemExit, match="1"):
+        stop.main(["friends"])
+    folder = tmp_path / "friends"
+    again = f"go on with: python -m decentral.peer --state-dir {folder}"
+    assert capsys.readouterr().out.splitlines() == [
+        f"ann: ended 30 s ago without stopping (killed or crashed), last saved 40 s ago; {again}/one",
+        f"bob: ended 99 s ago without stopping (killed or crashed), never saved; {again}/three",
+        "friends: stopped already",
+    ]
+
+
+def test_killed_peers_are_listed_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed(tmp_path / "friends" / "one")
+    os.utime(tmp_path / "friends" / "one" / "journal.jsonl", (BEGAN + 70, BEGAN + 70))
+    two = training(tmp_path / "others" / "two")
+    journal(tmp_path / "others" / "gone", (1, "started", STARTED), (2, "stopped", {"reason": "x"}))
+    journal(tmp_path / "others" / "lost", (1, "started", {**STARTED, "name": "bob"}))
+    monkeypatch.setattr(ps, "here", lambda: [])
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 100)
+    monkeypatch.chdir(tmp_path / "friends")
+    ps.main([])
+    told = "ended 30 s ago without stopping (killed or crashed), last saved 40 s ago"
+    assert capsys.readouterr().out.splitlines() == [
+        "no peer runs on this machine", f"ann in {tmp_path}/friends/one: {told}",
+    ]  # fmt: skip
+    assert two.folder is not None
+    with (two.folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        beside = ps.killed_lately([two], tmp_path / "friends", BEGAN + 100)
+        assert [(one.name, one.checkpoint_at) for one in beside] == [("ann", BEGAN + 60), ("bob", None)]
+    assert ps.killed_lately([], tmp_path / "friends", BEGAN + 2 * 86400) == []
+
+
 def test_a_folder_whose_lock_is_held_is_not_said_to_be_stopped(tmp_path: Path) -> None:
     """The peer in it belongs to another user, or this user's list would have it."""
     journal(tmp_path / "peer-1", (1, "started", STARTED))
@@ -167,7 +237,7 @@ def test_a_folder_whose_lock_is_held_is_not_said_to_be_stopped(tmp_path: Path) -
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"a peer of another user runs in .*peer-1; only that user can stop it"):
             stop.chosen({}, [str(tmp_path)])
-    assert stop.chosen({}, [str(tmp_path)]) == ([], {tmp_path: 1})
+    assert stop.chosen({}, [str(tmp_path)]) == ([], {tmp_path: [tmp_path / "peer-1"]})
 
 
 def test_an_empty_text_stops_nobody_though_peers_may_have_no_name(
@@ -249,7 +319,8 @@ def test_it_is_said_what_is_on_the_disk(tmp_path: Path) -> None:
     saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)
     assert (saved, said) == (
         True,
-        f"stopped, step 1,240 saved in {peer.folder}; go on with: python -m decentral.peer --state-dir {peer.folder}",
+        f"stopped, learning-rate step 1,240 saved in {peer.folder}; "
+        f"go on with: python -m decentral.peer --state-dir {peer.folder}",
     )
     journal(peer.folder, (72, "stopped", {"reason": "interrupted", "unsaved": "No space left on device"}))
     saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)

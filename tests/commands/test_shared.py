@@ -16,7 +16,7 @@ import pytest
 from rich.table import Table
 
 from decentral import __main__ as decentral_main
-from decentral.commands import export, local, peer, shared
+from decentral.commands import estimate, export, local, peer, shared
 from decentral.commands.table import COMMANDS, module_of
 from decentral.core.errors import ExitCode, UserError
 
@@ -352,6 +352,29 @@ def test_a_table_in_a_pipe_keeps_each_row_on_one_line(
         shared.result_console().print(table)
         lines[columns] = len(capsys.readouterr().out.strip().splitlines())
     assert lines[None] == 1 < lines["80"]
+
+
+def test_a_unit_apart_from_its_number_is_not_taken_for_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "argument CONFIG: .* got 'B', a unit: write it without a blank after its number, such as 10B"
+    with pytest.raises(UserError, match=said):
+        estimate.parse(["--peers", "4xcpu", "--tokens", "10", "B"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "B").touch()
+    assert estimate.parse(["--peers", "4xcpu", "--tokens", "10", "B"]).config == "B"
+
+
+def test_no_line_in_a_pipe_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("model", "limit", box=None)
+    table.add_row("10M", "compute")
+    table.add_row("1B", "memory: it needs 30.0 GB")
+    console = shared.result_console()
+    console.print(table)
+    console.print("note: a blank \n")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines[:2]] == ["model  limit", "10M    compute"]
+    assert lines == [line.rstrip() for line in lines]
 
 
 @pytest.mark.parametrize(("said", "shown"), [("`torch.jit.script` is deprecated. Please", False), ("other", True)])

@@ -430,3 +430,21 @@ def test_heads_may_have_more_channels_together_than_the_model_is_wide() -> None:
 def test_a_comma_in_a_number_of_the_config_is_explained(override: str, meant: str) -> None:
     with pytest.raises(UserError, match=rf"must be an? \w+.*; it is '[^;]*'{meant}$"):
         config.load(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.learning_rate=fast", "must be a number (number, above 0, at most 1e+12 | auto); it is 'fast'"),
+        ("model.depth=0", "must be greater than 0 (integer, above 0, at most 1,024); it is 0"),
+    ],
+)
+def test_a_number_that_is_refused_is_answered_with_its_whole_range(override: str, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(None, [override])
+    assert str(refused.value) == f"config: {override.partition('=')[0]} {said}"
+
+
+def test_the_key_of_the_learning_rate_names_what_auto_takes() -> None:
+    (key,) = (one for one in keys_of(Config) if one.path == "train.learning_rate")
+    assert all(f"{one.peak_rate:g} for {name}" in key.meaning for name, one in OPTIMIZERS.items())

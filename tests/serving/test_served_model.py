@@ -82,7 +82,7 @@ def folder(setup_of: Callable[..., ComputeSetup]) -> Path:
 def test_a_state_folder_s_weights_are_loaded_again_when_they_have_changed(folder: Path) -> None:
     source = served_model.of_folder(folder, None, CPU)
     asyncio.run(source.load_first())
-    assert source.served.of_name("A").source.endswith("at step 0")
+    assert source.served.of_name("A").source.endswith("at learning-rate step 0")
     assert asyncio.run(source.load()) is None
     (checkpoint,) = folder.glob("*.safetensors")
     os.utime(checkpoint, ns=(1, 1))

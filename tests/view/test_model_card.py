@@ -52,7 +52,7 @@ def test_names_of_others_are_no_markup(history: RunHistory) -> None:
 def test_without_journals_the_card_says_so() -> None:
     text = card_of(CardFacts("one-aaaaaa", Config(), None, 12))
     assert "No journals were at hand" in text
-    assert "at step 12" in text
+    assert "at learning-rate step 12, which counts the steps of the swarm" in text
 
 
 def test_a_data_set_of_the_hub_is_in_the_metadata() -> None:

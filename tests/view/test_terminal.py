@@ -33,11 +33,11 @@ KEY = f"{RUN}/peers"
 NAMES = ["\x1b[2J\x1b[H", "\x1b]0;title\x07", "[red]a[/red]", "[/]", "[link=https://example.org]a", "\u202eb", "a\nb\r"]
 
 
-def node(folder: Path, config: Config, name: str = "") -> Node:
+def node(folder: Path, config: Config, name: str = "", layers: int = 3) -> Node:
     own = Identity.load_or_create(folder / "own.key")
     profile, layout = Profile("cpu", 1 << 30, 1e9, 1e4, name=name), (Section("phi", "int8", 6, 6),)
     fragments = (Fragment(0, 0, 3, 100),)
-    made = Node(NodeSetup(config, RUN, own, fragments, [layout], 3, profile, ("/ip4/127.0.0.1/tcp/1",)))
+    made = Node(NodeSetup(config, RUN, own, fragments, [layout], layers, profile, ("/ip4/127.0.0.1/tcp/1",)))
     made.begin(NOW)
     return made
 
@@ -82,7 +82,7 @@ def test_a_peer_that_joins_says_so_instead_of_figures(
     assert capsys.readouterr().out == f"starting: joining; known peers: {len(NAMES)}, received: 0 B\n"
     ours.phase = PeerPhase.TRAINING
     terminal.LineDisplay().update(ours, NOW)
-    assert capsys.readouterr().out.startswith(f"{clock_time(NOW)}  step 0  loss ")
+    assert capsys.readouterr().out.startswith(f"{clock_time(NOW)}  own step 0  learning-rate step 0  loss ")
 
 
 def test_a_peer_that_leaves_or_joins_has_a_line(
@@ -160,9 +160,33 @@ def test_a_peer_that_has_diverged_says_so_once_in_its_last_line(
     terminal.farewell(peer, tmp_path, why, why)
     (line,) = capfd.readouterr().out.splitlines()
     kept = f"{tmp_path} keeps the previous checkpoint, if there is one"
-    assert line == f"stopped ({why}) after 0 tokens, loss -; NOT saved: {kept}"
+    assert line == f"stopped ({why}) after 0 tokens since this start, loss -; NOT saved: {kept}"
     terminal.farewell(peer, tmp_path / "gone", why, why)
     assert capfd.readouterr().out.endswith(f"NOT saved: {tmp_path / 'gone'} was deleted\n")
+
+
+def test_a_peer_that_has_saved_the_whole_model_says_how_to_use_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peer = node(tmp_path, Config())
+    terminal.farewell(peer, tmp_path, "interrupted")
+    assert capfd.readouterr().out.splitlines() == [
+        f"stopped (interrupted) after 0 tokens since this start, loss -; saved in {tmp_path}",
+        f"use the model with: python -m decentral.generate --state-dir {tmp_path} 'Once upon a time'",
+    ]
+    terminal.farewell(node(tmp_path, Config(), layers=4), tmp_path, "interrupted")
+    assert "generate" not in capfd.readouterr().out
+
+
+def test_a_newcomer_is_warned_once_if_another_peer_has_its_name(tmp_path: Path) -> None:
+    ours, company = node(tmp_path, Config(), "laptop"), terminal.Company()
+    for number, name in enumerate(("laptop", "ann")):
+        meet(ours, tmp_path, name, number)
+    ours.phase = PeerPhase.TRAINING
+    (other,) = (peer for peer, entry in ours.roster.live.items() if entry.record.profile.name == "laptop")
+    (line,) = company.changes(ours)
+    assert line == f"warning: {short(other)} and this peer are both called laptop; --name NAME renames one"
+    assert company.changes(ours) == []
 
 
 def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_path: Path) -> None:

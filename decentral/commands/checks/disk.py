@@ -28,7 +28,8 @@ CHECKED_BYTES = 4096 * MiB  # if a checkpoint is larger, only its head is checke
 def checks(folder: Path, of_a_peer: bool) -> Iterator[Finding]:
     """Yield the findings about the disk at `folder`, and, if it is a peer's state folder, about the files in it."""
     yield write_speed(folder)
-    yield room(folder)
+    if shutil.disk_usage(_nearest(folder)).total:  # not a file system without a disk, such as /proc
+        yield room(folder)
     if of_a_peer:
         yield belongs_to(folder)
         yield saved(folder)
@@ -57,7 +58,10 @@ def write_speed(folder: Path) -> Finding:
     try:
         rate = _written_per_s(path)
     except OSError as error:
-        return wrong("disk", f"{place} cannot be written: {error.strerror}", _disk_remedy(error))
+        seen = f"{place} cannot be written: {error.strerror}"
+        seen = seen if place == folder.absolute() else f"{folder} cannot be made: {seen}"
+        remedy = _disk_remedy(error) if shutil.disk_usage(place).total else "use a --state-dir on a disk"
+        return wrong("disk", seen, remedy)
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)

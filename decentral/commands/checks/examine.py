@@ -178,7 +178,7 @@ async def _swarm(
         await transport.enclose(private)
     contacts, refusals = await swarm.meet(transport, place.addresses, place.run)
     welcomes = [swarm.welcomed(contact, place.peer) for contact in contacts]
-    for finding in [*welcomes, *_excused(refusals, bool(contacts), place.given)]:
+    for finding in [*welcomes, *_excused(refusals, bool(contacts), place)]:
         yield finding
     if not contacts:
         if place.announce:
@@ -200,15 +200,20 @@ async def _swarm(
         yield finding
 
 
-def _excused(refusals: list[Finding], answered: bool, given: bool) -> list[Finding]:
+def _excused(refusals: list[Finding], answered: bool, place: PeerPlace) -> list[Finding]:
     """Return which of these failed connections to report to the user.
 
-    If no peer answered, all are reported. Else failures at --join addresses (`given`) are reported as warnings, and
-    failures at addresses from the state folder are left out, since some peers there have usually left the swarm.
+    If a peer answered, failures at --join addresses are reported as warnings, and failures at addresses from the state
+    folder are left out, since some peers there have usually left the swarm. If no peer answered, all are reported; but
+    a stopped peer starts without the peers that its folder knows, so one warning says that instead.
     """
-    if not answered:
+    if answered:
+        return [warn(one.check, one.seen, one.remedy) for one in refusals] if place.given else []
+    if place.folder is None or place.given or place.running:
         return refusals
-    return [warn(one.check, one.seen, one.remedy) for one in refusals] if given else []
+    silent = [one for one in refusals if one.check == "join"]
+    without = swarm.starts_without(place.folder, silent) if silent else None
+    return refusals if without is None else [without, *(one for one in refusals if one.check != "join")]
 
 
 async def _links(place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
@@ -226,7 +231,7 @@ async def _links(place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
     yield reachable
     if not others:  # do not measure the link to this machine's own peer: links to other peers may be slower
-        gone = "the swarm has no other peer" if visit.known.keys() <= {place.peer} else "no other peer can be reached"
+        gone = "the swarm has no other peer" if visit.known.keys() <= {place.peer} else "no other peer answers"
         yield unknown("latency", gone)
         return
     yield await network.latency(transport, others)

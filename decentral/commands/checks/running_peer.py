@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
@@ -18,10 +19,11 @@ from decentral.core.journal import events
 from decentral.core.journal import file as journal
 from decentral.core.journal.lines import Recorded, recorded
 from decentral.core.journal.peer_totals import WorkDone
-from decentral.core.peer_folders import lock_holders
+from decentral.core.peer_folders import CHECKPOINT, changed_at, lock_holders
 from decentral.core.peer_names import titled
+from decentral.core.plain_text import plain_text
 from decentral.core.reasons import Reason
-from decentral.core.times import duration, precise
+from decentral.core.times import ago, duration, precise
 from decentral.core.units import MiB, Seconds
 from decentral.peers.startup.state import StateFolder
 
@@ -115,6 +117,34 @@ class JournalTail:
         return work
 
 
+@dataclass(frozen=True, slots=True)
+class KilledPeer:
+    """A peer that has ended without stopping: it was killed, or it crashed."""
+
+    folder: str
+    name: str
+    run: str
+    ended_at: Seconds  # Unix time of the journal's last line
+    checkpoint_at: Seconds | None  # Unix time of the newest checkpoint; None: there is none
+
+    @classmethod
+    def of(cls, folder: Path) -> "KilledPeer | None":
+        """Return the killed peer of a state folder; None if its peer runs, has stopped, or never began to train."""
+        if holder(folder) is not None:  # before the journal is read, as the peer may stop meanwhile
+            return None
+        tail = JournalTail.of(folder)
+        if tail is None or tail.of_event(events.StoppedLine):
+            return None
+        saved_at, ended_at = changed_at(folder / CHECKPOINT) or None, max(line.t for line in tail.lines)
+        name, run = plain_text(tail.facts.name), plain_text(tail.facts.run)
+        return cls(str(folder), name, run, round(ended_at, 1), saved_at)
+
+    def told(self, now: Seconds) -> str:
+        """Return as text how the peer has ended and when it was last saved; `now` is Unix time."""
+        saved = "never saved" if self.checkpoint_at is None else f"last saved {ago(self.checkpoint_at, now)}"
+        return f"ended {ago(self.ended_at, now)} without stopping (killed or crashed), {saved}"
+
+
 def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
     """Yield the findings about the peer in a state folder.
 
@@ -133,7 +163,7 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
     if stopped and pid is None:
         yield ended(stopped[0])
     elif pid is None:
-        yield warn("journal", "the peer ended without a last line: it was killed", _AGAIN)
+        yield warn("journal", "the peer ended without a last line: it was killed", _again(folder))
     else:
         yield training(tail, swarm_now)
     if not _takes_rounds(folder):
@@ -150,7 +180,9 @@ def _takes_rounds(folder: Path) -> bool:
     return False
 
 
-_AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg shows if the system killed it (memory)"
+def _again(folder: Path) -> str:
+    start = f"python -m decentral.peer --state-dir {quote(str(folder))}"
+    return f"start it again: {start}; dmesg shows if the system killed it (memory)"
 
 
 def holder(folder: Path) -> int | None:
@@ -218,7 +250,7 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
     if not steps.stepped_at:
         return warn("training", "it has joined, but took no step in the last 10 minutes", "see layers and errors below")
     loss = "unknown" if steps.loss is None else f"{steps.loss:.4g}"
-    return ok("training", f"step {steps.step}, loss {loss}, {now - steps.stepped_at:.0f} s ago")
+    return ok("training", f"own step {steps.step}, loss {loss}, {now - steps.stepped_at:.0f} s ago")
 
 
 def exchanges(tail: JournalTail, stopped: bool) -> Finding:

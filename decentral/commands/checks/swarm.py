@@ -5,7 +5,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,16 +23,19 @@ from decentral.core import received
 from decentral.core.at_once import at_once
 from decentral.core.config import Config
 from decentral.core.errors import UserError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED
+from decentral.core.peer_names import titled
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds, plural, readable_bytes
-from decentral.engine import measure, memory
+from decentral.engine import checkpoint, measure, memory
 from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
 from decentral.peers.startup.reach_swarm import connect_all
+from decentral.peers.startup.state import StateFolder
 from decentral.peers.startup.visit import HELLO_S
 
 # The DHT is read up to LOOKS times, LOOK_PAUSE_S apart, until the records of all peers that answered are found.
@@ -141,6 +144,32 @@ def _upgrade(detail: str) -> str:
     return f"{'upgrade the peer there' if older else 'upgrade this machine'}: {UPGRADE}"
 
 
+def starts_without(folder: Path, silent: Sequence[Finding]) -> Finding | None:
+    """Return the finding that none of the peers that a stopped peer's folder knows answers, and how it then starts.
+
+    Args:
+        folder: The stopped peer's state folder.
+        silent: The findings about those peers.
+
+    Returns:
+        The finding; None if the folder has no run or a file that cannot be read, since no peer starts with that.
+    """
+    try:
+        kept, held = StateFolder(folder).look_at_run(), checkpoint.span(folder)
+    except UserError:  # disk.checks reports this error to the user
+        return None
+    if kept is None:
+        return None
+    starts = "it would start alone, from its checkpoint, and look for them again"
+    if held is None:
+        starts = "it would start alone, with fresh weights, since it has no checkpoint, and look for them again"
+    elif held != (0, kept[1].facts()["layers"] or held[1]):
+        starts = f"it would start, and wait for peers with the layers that it lacks; it has {held[0]} to {held[1] - 1}"
+    seen = f"no peer that this one knows answers now, such as {silent[0].seen}; {starts}"
+    remedy = "nothing, if it is the first to start; else start one of them, or give it a running peer's --join ADDR"
+    return warn("join", seen, remedy)
+
+
 def invitation(path: Path) -> Finding:
     """Return the finding on whether a file is an invitation that lets a peer join; the expiry is checked later."""
     try:
@@ -169,6 +198,7 @@ class Visit:
     ahead_s: list[Seconds] = field(init=False)  # seconds by which other peers' clocks are ahead of this machine's
     known: dict[PeerId, PeerRecord] = field(init=False)
     reached: list[PeerId] = field(init=False)
+    silent: set[PeerId] = field(init=False)  # peers of `known` that were dialled and did not answer
 
     def __post_init__(self) -> None:
         """Read the config from the first welcome."""
@@ -180,7 +210,7 @@ class Visit:
         return RunId(self.contacts[0].welcome.run)
 
     async def begin(self, own: PeerId | None) -> None:
-        """Set `clock` to the swarm's time, and fill `known`, `reached` and `ahead_s`.
+        """Set `clock` to the swarm's time, and fill `known`, `reached`, `silent` and `ahead_s`.
 
         `ahead_s` leaves out the clock of `own`, the state folder's peer.
         """
@@ -191,6 +221,7 @@ class Visit:
         self.known = await self._records(directory, set(met))
         others = [peer for peer in self.known if peer not in met][: CLOCKS_ASKED - len(met)]
         self.reached = [*met, *await connect_all(self.transport, (self.known[peer].addresses for peer in others))]
+        self.silent = {peer for peer in others if peer not in self.reached}
         ahead_s = await directory.clocks_ahead_s(peer for peer in self.reached if peer != own)
         set_s = -self.clock.machine_ahead_s()  # seconds by which `agree` has set our clock ahead of the machine's
         self.ahead_s = [ahead + set_s for ahead in ahead_s]
@@ -219,8 +250,15 @@ class Visit:
             yield wrong("invitation", TELLS[over], NEW_INVITATION)
 
     def _members(self, own: PeerId | None, departed: str) -> Finding:
-        others = [record for peer, record in self.known.items() if peer != own]
+        others = [record for peer, record in self.known.items() if peer != own and peer not in self.silent]
         phases = [record.phase for record in others]
+        silent = ", ".join(titled(peer, self.known[peer].profile.name) for peer in self.silent if peer != own)
+        if not others and silent:
+            remedy = (
+                "start it again with its --state-dir if it was killed: its record lasts up to a minute longer; else "
+            )
+            remedy += "it is cut off, or behind a router: run the doctor there"
+            return warn("swarm", f"run {self.run}: no other peer answers now, but has a record: {silent}", remedy)
         if not others and own in self.known and departed:
             return ok("swarm", f"run {self.run}: no peer but this one; {departed}")
         if not others and own in self.known:
@@ -231,18 +269,23 @@ class Visit:
             return warn("swarm", f"run {self.run}: no peer's record is in the DHT", remedy)
         step = max(record.lr_step for record in others)
         parts = f"{phases.count(PeerPhase.TRAINING)} train, {phases.count(PeerPhase.JOINING)} join"
-        return ok("swarm", f"run {self.run}: {plural(len(others), 'other peer')} ({parts}), learning-rate step {step}")
+        seen = f"run {self.run}: {plural(len(others), 'other peer')} ({parts}), learning-rate step {step}"
+        return ok("swarm", f"{seen}; without an answer now: {silent}" if silent else seen)
 
     def _layers(self) -> Finding:
         fragments = memory.needs(self.config).fragments
-        training = [record for record in self.known.values() if record.phase == PeerPhase.TRAINING]
-        missing = [cut for cut in fragments if not any(record.covers(cut) for record in training)]
+        training = {peer: record for peer, record in self.known.items() if record.phase == PeerPhase.TRAINING}
+        holders = [{peer for peer, record in training.items() if record.covers(cut)} for cut in fragments]
+        missing = [cut for cut, peers in zip(fragments, holders, strict=True) if not peers]
+        silent = [cut for cut, peers in zip(fragments, holders, strict=True) if peers and peers <= self.silent]
         if not training:
             return unknown("layers", "no peer trains yet")
         if missing:
-            places = ", ".join(f"{cut.first} to {cut.last - 1}" for cut in missing)
             remedy = "start a peer with enough memory (--memory), or restart former holders from their state folders"
-            return wrong("layers", f"no training peer holds layers {places}: no micro-batch gets through", remedy)
+            seen = f"no training peer holds layers {_places(missing)}: no micro-batch gets through"
+            return wrong("layers", seen, remedy)
+        if silent:
+            return unknown("layers", f"those that hold layers {_places(silent)} do not answer now", "see swarm")
         return ok("layers", f"all {fragments[-1].last} layers are held")
 
     def _software(self) -> Finding:
@@ -263,3 +306,7 @@ class Visit:
         except UserError as error:
             return warn("model", seen, str(error))
         return ok("model", seen if whole <= here else f"{seen}, so a peer would hold a part")
+
+
+def _places(cuts: Iterable[Fragment]) -> str:
+    return ", ".join(f"{cut.first} to {cut.last - 1}" for cut in cuts)

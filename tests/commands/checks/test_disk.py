@@ -83,3 +83,10 @@ def test_a_damaged_file_of_the_folder(tmp_path: Path, file: str, said: str) -> N
     found = disk.belongs_to(tmp_path)
     assert said in found.seen
     assert "another --state-dir" in found.remedy
+
+
+def test_a_folder_where_there_is_no_disk_cannot_be_made() -> None:
+    (one,) = disk.checks(Path("/proc/nope/x"), False)
+    assert (one.check, one.state) == ("disk", FindingState.WRONG)
+    assert one.seen.startswith("/proc/nope/x cannot be made: /proc cannot be written: ")
+    assert one.remedy == "use a --state-dir on a disk"

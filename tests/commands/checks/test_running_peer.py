@@ -12,12 +12,14 @@ import pytest
 from decentral.comm.wire.identity import Identity
 from decentral.commands import doctor
 from decentral.commands.checks import examine, running_peer
-from decentral.commands.checks.finding import Finding, FindingState, unknown, warn
+from decentral.commands.checks.finding import Finding, FindingState, unknown, warn, wrong
 from decentral.commands.checks.running_peer import REMEDIES
 from decentral.commands.checks.swarm import Visit
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId, RunId
+from decentral.engine import checkpoint
 from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import known_addresses
 from tests.processes import piped
@@ -162,6 +164,11 @@ def test_peers_that_went_without_a_farewell_are_missed_until_they_are_back(tmp_p
     assert "peers" not in found(written(back, *left, (40.0, "peer_joined", {"peer": "QmPeer0"}), STEP))
 
 
+def test_a_killed_peer_s_remedy_names_its_folder(tmp_path: Path) -> None:
+    (folder := tmp_path / "a b").mkdir()
+    assert f"decentral.peer --state-dir '{folder}';" in found(written(folder, STEP))["journal"].remedy
+
+
 def test_a_peer_that_was_stopped_without_exchanges_is_well(tmp_path: Path) -> None:
     one = found(written(tmp_path, STEP, (4.0, "stopped", {"reason": "interrupted"})))["exchanges"]
     assert (one.state, one.seen) == (FindingState.OK, "none in the last 10 minutes before the peer stopped")
@@ -180,6 +187,36 @@ def test_a_stopped_peer_is_not_told_to_dial_itself(tmp_path: Path) -> None:
     assert examine.PeerPlace.of(doctor.parse(["--state-dir", str(tmp_path)])).addresses == []
 
 
+GONE = "/ip4/127.0.0.1/tcp/1/p2p/QmTKuPwewYncoYX4W3ZrgNKpHzRP7UqNF5NjQmN3LXEsr6"  # nobody listens there
+
+
+@pytest.mark.parametrize(
+    ("held", "starts"),
+    [
+        ((0, 4), "it would start alone, from its checkpoint"),
+        (None, "it would start alone, with fresh weights"),
+        ((0, 2), "it would start, and wait for peers with the layers that it lacks; it has 0 to 1"),
+    ],
+)
+def test_a_stopped_peer_is_not_wrong_where_nobody_that_it_knows_answers(
+    tmp_path: Path, held: tuple[int, int] | None, starts: str
+) -> None:
+    """It starts without them, unlike one that is to join by an address of --join."""
+    folder = StateFolder(tmp_path)
+    folder.write_flags(PeerFlags(listen=("/ip4/127.0.0.1/tcp/0",)))
+    folder.write_run(RunId("gpt-3fa2c1"), config.load(None, ["model.depth=2"]))
+    AddressBook.load(tmp_path / "peers.json").learn(PeerId(GONE.rpartition("/")[2]), (GONE,))
+    if held is not None:
+        checkpoint.write(tmp_path, {}, {"fragments": [{"first": held[0], "last": held[1]}]})
+    refusal = wrong("join", f"{GONE}: connection refused", "start that peer")
+    flags = ["--state-dir", str(tmp_path)]
+    (one,) = examine._excused([refusal], False, examine.PeerPlace.of(doctor.parse(flags)))
+    assert (one.check, one.state) == ("join", FindingState.WARN)
+    assert one.seen.startswith(f"no peer that this one knows answers now, such as {GONE}: connection refused; {starts}")
+    asked = examine.PeerPlace.of(doctor.parse([*flags, "--join", GONE]))
+    assert examine._excused([refusal], False, asked) == [refusal]
+
+
 def test_loopback_addresses_from_other_peers_are_dialled_only_if_the_peer_listens_there(tmp_path: Path) -> None:
     other, public = PeerId("QmOther"), "/ip4/8.8.8.8/tcp/4001/p2p/QmOther"
     AddressBook.load(tmp_path / "peers.json").learn(other, (inside := "/ip4/127.0.0.1/tcp/4001/p2p/QmOther", public))
@@ -190,10 +227,32 @@ def test_loopback_addresses_from_other_peers_are_dialled_only_if_the_peer_listen
 
 def test_a_swarm_whose_other_peers_said_farewell_is_well() -> None:
     own = PeerId("QmOwn")
-    visit: Any = SimpleNamespace(known={own: SimpleNamespace(phase="training")}, run="gpt-1")
+    visit: Any = SimpleNamespace(known={own: SimpleNamespace(phase="training")}, silent=set(), run="gpt-1")
     assert Visit._members(visit, own, "").state == FindingState.WRONG
     one = Visit._members(visit, own, "N5Cw9J left 20 s ago")
     assert (one.state, one.seen) == (FindingState.OK, "run gpt-1: no peer but this one; N5Cw9J left 20 s ago")
+
+
+def test_a_killed_peer_whose_record_is_still_there_is_not_counted_as_another_peer() -> None:
+    """Its record outlives it; layers that only it holds are not said to be held."""
+    own, killed, third = PeerId("QmOwn"), PeerId("Qmxx3kPq2"), PeerId("QmThird")
+
+    def training(first: int, last: int) -> PeerRecord:
+        facts: dict[str, Any] = {"run": RunId("gpt-1"), "time": NOW, "addresses": (), "tokens": 0, "step": 9}
+        profile = Profile("cpu", 1, 1.0, 1.0, name="ann")
+        return PeerRecord(**facts, profile=profile, first=first, last=last, lr_step=7, phase=PeerPhase.TRAINING)
+
+    visit: Any = SimpleNamespace(known={own: training(0, 2), killed: training(2, 4)}, silent={killed}, run="gpt-1")
+    visit.config = config.load(None, ["model.depth=2", "gossip.fragment_parameters=1"])
+    one = Visit._members(visit, own, "")
+    said = "run gpt-1: no other peer answers now, but has a record: x3kPq2 (ann)"
+    assert (one.state, one.seen) == (FindingState.WARN, said)
+    assert Visit._layers(visit).state == FindingState.UNKNOWN
+    visit.known[third] = training(2, 4)
+    assert Visit._members(visit, own, "").seen == (
+        "run gpt-1: 1 other peer (1 train, 0 join), learning-rate step 7; without an answer now: x3kPq2 (ann)"
+    )
+    assert Visit._layers(visit).state == FindingState.OK
 
 
 def test_a_peer_of_synchronous_rounds_exchanges_nothing_else(tmp_path: Path) -> None:
