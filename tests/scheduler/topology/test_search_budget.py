@@ -11,7 +11,7 @@ from decentral.scheduler.spans.searches import SEARCHES
 from decentral.scheduler.sync.sync_plan import SYNC_SOLVERS, sync_plan
 from decentral.scheduler.throughput.planning import throughput_plan
 from decentral.scheduler.topology import topology
-from decentral.scheduler.topology.search_budget import RESERVE, SearchBudget, SearchProgress
+from decentral.scheduler.topology.search_budget import MOST_SOLVING_S, RESERVE, SearchBudget, SearchProgress
 
 SMALL = ["model.depth=8", "model.width=1024", "model.heads=8", "model.context=256"]
 Plan = Callable[[SearchBudget], dict[str, object]]
@@ -91,6 +91,11 @@ def test_the_clock_ends_a_search_whose_work_takes_much_longer_than_on_a_quiet_co
         assert whole.clock_left_s() == 10.0 - elapsed
         assert part.late() == (elapsed > 7.5)
         assert whole.late() == (elapsed >= 10.0)
+
+
+def test_a_busy_core_ends_no_solver_early_where_only_work_counts() -> None:
+    """A search of 0.03 s gave another plan when the solver took longer than that by the clock."""
+    assert SearchProgress(SearchBudget(0.03), np.inf).clock_left_s() == MOST_SOLVING_S
 
 
 def test_a_search_without_a_result_never_lacks_the_time_for_one() -> None:
