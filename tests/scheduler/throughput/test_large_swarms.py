@@ -172,7 +172,8 @@ def test_a_flow_that_is_not_solved_in_its_seconds_is_nothing_and_not_remembered(
 
     monkeypatch.setattr(max_flow, "linprog", limited)
     whole, spans = problem(swarm([4, 4], [1e6, 1e6], [-1, -1])), np.array([[0, 4], [4, 8]])
-    assert whole.evaluate(spans, SearchProgress(SearchBudget(2.5), 0.0)).value == 0.0
+    budget = SearchBudget(2.5, clock=lambda: 7.0)
+    assert whole.evaluate(spans, SearchProgress(budget, 0.0)).value == 0.0
     assert whole.evaluate(spans).value == pytest.approx(160.0)
     assert limits == [2.5, None]
 
