@@ -20,7 +20,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
 from decentral.peers.membership.link_probes import LONG_PROBE_BYTES, LONG_PROBE_S, PROBE_BYTES, longest_pause_s
 from decentral.peers.runtime.peer_selection import WEIGHT_FLOOR
-from decentral.peers.runtime.window_lengths import THIN_PARTNERS, common_need_s, most_windows
+from decentral.peers.runtime.window_lengths import THIN_PARTNERS, THIN_UNTIL, common_need_s, most_windows
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.topology import Topology, sites_of
 
@@ -146,7 +146,9 @@ def _windows(
     partners = served if Stretch().fit(link(code, served, served)) == 1 else min(THIN_PARTNERS, served)
     size = link(code, partners, min(partners, max(1, holders)))
     dense = _code(gossip, False)
-    link_times, dense_times = Stretch().fit(size), Stretch().fit(link(dense, served, min(partners, max(1, holders))))
+    # A link counts as thin at first: peers that start together measure each other's probes, and thin links stay thin.
+    as_thin = Stretch(2, THIN_UNTIL)
+    link_times, dense_times = Stretch().fit(size), as_thin.fit(link(dense, served, min(partners, max(1, holders))))
     cores_times = _cores_times(gossip, held, one, code, min(partners, holders), holders, ease) if holders else 1
     most = most_windows(gossip.window_s)
     own = max(1, min(most, max(link_times, cores_times)))
