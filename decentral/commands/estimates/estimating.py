@@ -14,7 +14,7 @@ from decentral.commands.estimates.peer_devices import (
     with_micro_batch,
 )
 from decentral.commands.estimates.places import MBIT, PeerGroup
-from decentral.commands.estimates.playing import GOSSIP_SETTLED_S, PLAYED_S
+from decentral.commands.estimates.playing import GOSSIP_SETTLED_S, PLAYED_S, ROUTES_SETTLED_S
 from decentral.commands.estimates.sizes import WHOLE_MODEL
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
@@ -186,7 +186,8 @@ def _cut_short(run: Config, found: Forecast, seconds: float) -> list[str]:
     routed = any(last - first not in (0, run.model.depth + 2) for first, last in found.spans)
     capped = routed and seconds >= ROUTED_S
     why = f"the {ROUTED_S:g} s that routes get at most" if capped else f"--seconds {seconds:g}"
-    when = f"at {found.until_s:,.0f} of the {GOSSIP_SETTLED_S:,.0f} virtual seconds in which gossip settles"
+    settled_s = ROUTES_SETTLED_S if routed else GOSSIP_SETTLED_S
+    when = f"at {found.until_s:,.0f} of the {settled_s:,.0f} virtual seconds in which gossip settles"
     rough = "its bytes are by formulas" + (", tokens/s of routes without it, and ranges wider" if routed else "")
     return [f"the simulation was cut short by {why}, {when}: {rough}"]
 

@@ -288,7 +288,7 @@ def _played(
     kept = min(ROUTES_ALONE_S / budget.seconds, ROUTES_ALONE_SHARE) if plan else 0.0
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
     rates = play(run, topology, devices, plan, least_s, budget.part(1 - kept), least_samples=2)
-    if rates.until_s < playing.GOSSIP_SETTLED_S:
+    if rates.until_s < (playing.ROUTES_SETTLED_S if plan else playing.GOSSIP_SETTLED_S):
         by_formulas = replace(by_formulas, until_s=rates.until_s)
         return _with_routes_alone(run, topology, devices, plan, by_formulas, budget.part(kept)) if plan else by_formulas
     by_cores = least_s > run.gossip.window_s

@@ -117,7 +117,7 @@ def test_it_is_said_what_cut_a_simulation_short_and_what_the_figures_are_then() 
     run, groups = with_shape(config.load(None), "350M", frozenset()), groups_of("2x4090 homes:50/500")
     note, *_ = estimated(run, groups, 0.1)["notes"]
     assert note == (
-        "the simulation was cut short by --seconds 0.1, at 24 of the 1,200 virtual seconds in which gossip settles: "
+        "the simulation was cut short by --seconds 0.1, at 24 of the 400 virtual seconds in which gossip settles: "
         "its bytes are by formulas"
     )
     rows: list[JsonObject] = [{"model": "1B", "is_cut_short": True}, {"model": "125M"}]

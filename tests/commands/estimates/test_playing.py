@@ -13,8 +13,8 @@ from decentral.commands.estimates.peer_devices import devices_of
 from decentral.commands.estimates.places import groups_of, topology_of
 from decentral.commands.estimates.playing import (
     EVENT_S,
-    GOSSIP_SETTLED_S,
     RATE_S,
+    ROUTES_SETTLED_S,
     WARM_UP_S,
     PlayedSwarm,
     play,
@@ -90,5 +90,5 @@ def test_routes_are_played_without_gossip_to_their_lasting_rate_in_little_work()
     beside = play(swarm.run, where, swarm.each, plan, 16.0, SearchBudget(budget_s))
     lasting = 540.0  # tokens/s, of a play of 1,600 s with gossip
     assert alone.tokens == pytest.approx(lasting, rel=0.15)
-    assert beside.until_s < GOSSIP_SETTLED_S
+    assert beside.until_s < ROUTES_SETTLED_S
     assert beside.tokens != pytest.approx(lasting, rel=0.15)
