@@ -30,6 +30,7 @@ from decentral.view.event_hooks import Hooks, hooks_running
 from decentral.view.page.address import PageAddress, link
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.types import ASGIApp
 
     from decentral.view.page.visitor import Visitor
@@ -94,7 +95,7 @@ async def _serve(
         updates = Updates(follower.view)
         server = uvicorn.Server(settings(application(updates, flags.at.host, model_api)))
         is_served.set()
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        serving = asyncio.create_task(_until_signal(server, listening))
         following = asyncio.create_task(follower.run(updates.publish))
         await asyncio.wait((serving, following), return_when=asyncio.FIRST_COMPLETED)
         if following.done():
@@ -104,6 +105,12 @@ async def _serve(
         await serving
         if following.done() and not following.cancelled() and (error := following.exception()) is not None:
             raise error
+
+
+async def _until_signal(server: "uvicorn.Server", listening: socket.socket) -> None:
+    """Serve until a signal or `server.should_exit`; uvicorn raises the signal again at its end, within this task."""
+    with suppress(KeyboardInterrupt):
+        await server.serve(sockets=[listening])
 
 
 @asynccontextmanager

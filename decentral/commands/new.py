@@ -22,13 +22,14 @@ from decentral.commands.estimates import places, sizes
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core import config, own_yaml, quantities
 from decentral.core.choices import DATA_KINDS, FILES_OF_ROWS
-from decentral.core.config import Config, DataConfig
+from decentral.core.config import Config, DataConfig, TrainConfig
 from decentral.core.config_keys import keys_of
 from decentral.core.errors import UserError, writing
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_number
 
-AUTO_SEQUENCES = 16  # a step is assumed to have this many sequences if `train.micro_batch` is auto
+AUTO_SEQUENCES = 16  # a micro-batch is assumed to have this many sequences if `train.micro_batch` is auto
 TOKEN_FILES = (".bin", ".npy")
 
 
@@ -63,6 +64,7 @@ def _main(flags: argparse.Namespace) -> None:
     if flags.data and not (Path(flags.data).exists() or _is_on_hub(flags.data)):
         print(f"note: {flags.data} is not here yet; a peer needs it when it starts")
     peers = f' --peers "{flags.peers}"' if flags.peers else " --peers ..."
+    peers += f" --tokens {flags.tokens:.15g}" if flags.tokens else ""
     commands = (f"python -m decentral.estimate {file}{peers}", f"python -m decentral.peer {file}")
     print(shared.as_called("\n    ".join((f"{file}; what it reaches, and how to begin:", *commands))))
 
@@ -110,12 +112,9 @@ def text_of(name: str, flags: argparse.Namespace) -> str:
     settings += _of_data(flags)
     settings += _of_model(flags, settings)
     settings += _of_training(flags, groups, settings)
-    for text in flags.set:
-        path, equals, value = text.partition("=")
-        settings = [one for one in settings if one.path != path.strip()]
-        if not equals:
-            raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {text!r}")
-        settings.append(Setting(path.strip(), _plain(path, value), "You asked for it."))
+    for path, value in _set(flags):
+        settings = [one for one in settings if one.path != path]
+        settings.append(Setting(path, value, "You asked for it."))
     body = "\n".join(_lines(settings))
     head = (
         f"The run {name}: {_goal(flags, groups)}.",
@@ -216,13 +215,46 @@ def _of_training(
 ) -> Iterator[Setting]:
     """Yield the settings of training: the micro-batch, and the end of the schedule."""
     if any(not group.is_own for group in groups):
-        yield Setting("train.micro_batch", "auto", "Each device finds the number that it is fast with.")
+        yield from _of_step(flags, groups, before)
     if flags.tokens and groups:
-        context = next((int(one.value) for one in before if one.path == "model.context"), sizes.CONTEXT)
+        known = {one.path: one.value for one in before} | dict(_set(flags))
+        micro_batch = known.get("train.micro_batch", TrainConfig().micro_batch)
+        sequences = AUTO_SEQUENCES if micro_batch == "auto" else int(micro_batch)
+        sequences *= int(known.get("train.accumulate", TrainConfig().accumulate))
         peers = sum(group.count for group in groups)
-        steps = max(1, round(flags.tokens / (AUTO_SEQUENCES * context * peers)))
-        why = f"{readable_number(flags.tokens)} tokens by {peers} peers, each with {AUTO_SEQUENCES} sequences a step."
+        steps = max(1, round(flags.tokens / (sequences * int(known.get("model.context", sizes.CONTEXT)) * peers)))
+        why = f"{readable_number(flags.tokens)} tokens by {peers} peers, each with {sequences} sequences a step."
         yield Setting("train.total_steps", steps, f"{why} The rate falls until then; peers go on afterwards.")
+
+
+def _of_step(flags: argparse.Namespace, groups: Sequence[PeerGroup], before: Sequence[Setting]) -> Iterator[Setting]:
+    """Yield the settings of an optimizer step: those with which `decentral.estimate` counts.
+
+    The import loads torch, which takes seconds.
+    """
+    from decentral.commands.estimates.peer_devices import with_micro_batch
+
+    if flags.model_from:
+        yield Setting("train.micro_batch", "auto", "Each device finds the number that it is fast with.")
+        return
+    tree: JsonObject = {"model": {}, "train": {"micro_batch": "auto"}}
+    for path, value in (*((one.path, one.value) for one in before), *_set(flags)):
+        section, _, key = path.partition(".")
+        tree = tree | {section: {**tree[section], key: value}} if section in tree else tree
+    found = with_micro_batch(config.validated(tree), groups).train
+    fits = "The largest number, up to 16, with which each device that can hold the model has room for it."
+    yield Setting("train.micro_batch", found.micro_batch, fits)
+    if found.accumulate > 1:
+        sequences = found.accumulate * int(found.micro_batch)
+        yield Setting("train.accumulate", found.accumulate, f"A step of a peer then has {sequences} sequences.")
+
+
+def _set(flags: argparse.Namespace) -> list[tuple[str, str | float]]:
+    """Return (path, value) of each --set."""
+    if wrong := next((text for text in flags.set if "=" not in text), None):
+        raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {wrong!r}")
+    parts = [text.partition("=") for text in flags.set]
+    return [(path.strip(), _plain(path, value)) for path, _, value in parts]
 
 
 def _lines(settings: Sequence[Setting]) -> Iterator[str]:

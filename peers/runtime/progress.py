@@ -43,9 +43,10 @@ ONE_MOST = 64 * ONE_TIMES  # if only one other peer is known, it can raise our s
 
 @dataclass(slots=True)
 class RunningLoss:
-    """An exponential average of the steps' finite losses."""
+    """An exponential average of the steps' finite losses; of the first twenty, their plain mean."""
 
     mean: float | None = None  # in nats per token; None before the first finite loss
+    count: int = 0  # of finite losses
     lost: int = 0  # steps in a row without a finite loss, up to now
 
     def add(self, loss: float) -> None:
@@ -53,8 +54,9 @@ class RunningLoss:
         if not math.isfinite(loss):
             self.lost += 1
             return
-        self.lost = 0
-        self.mean = loss if self.mean is None else (1 - WEIGHT) * self.mean + WEIGHT * loss
+        self.lost, self.count = 0, self.count + 1
+        weight = max(WEIGHT, 1 / self.count)  # the loss falls fast at first, so that the first must not weigh for long
+        self.mean = loss if self.mean is None else (1 - weight) * self.mean + weight * loss
 
     def __str__(self) -> str:
         """Return the mean as text, "-" before the first loss, or `not finite for 3 steps` after such losses."""

@@ -33,8 +33,20 @@ def test_the_file_is_a_config_of_the_size_and_data_that_were_asked_for() -> None
     run = config.load("mine.yaml")
     assert (run.name, run.data.kind, run.data.path) == ("mine", "text", "books")
     assert sum(run.model.layer_parameters) == pytest.approx(125e6, rel=0.08)
-    assert run.train.micro_batch == "auto"
+    assert (run.train.micro_batch, run.train.accumulate) == (16, 1)
     assert run.train.total_steps == round(1e10 / (16 * 1024 * 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"), [((), (4, 4)), (("train.micro_batch=2",), (2, 1)), (("train.accumulate=2",), (4, 2))]
+)
+def test_the_schedule_counts_the_steps_that_the_config_sets(settings: tuple[str, ...], step: tuple[int, int]) -> None:
+    """The file of a 1 B model planned for 16 sequences a step, of which its peers would have taken 4."""
+    flags = [part for one in settings for part in ("--set", one)]
+    written("--model", "1B", "--peers", "4x4090 homes:50/500", "--tokens", "10B", *flags)
+    run = config.load("mine.yaml")
+    assert (run.train.micro_batch, run.train.accumulate) == step
+    assert run.train.total_steps == round(1e10 / (step[0] * step[1] * 1024 * 4))
 
 
 GUESSED = {"text": ["--data", "books"], "tokens": ["--data", "tokens.npy"]}

@@ -31,9 +31,9 @@ from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 WARM_UP_S = 600.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
 PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
-# A simulation that ends before this may have windows far from those that last; with routes, which may stall for ten
-# minutes beside the first windows, before that. In ten swarms, bytes settled within five minutes.
-GOSSIP_SETTLED_S, ROUTES_SETTLED_S = 400.0, 1200.0
+# Windows, or routes, of a simulation that ends before this may be far from those that last. In ten swarms bytes settled
+# within five minutes, in four swarms tokens/s of routes within two.
+GOSSIP_SETTLED_S, ROUTES_SETTLED_S = 400.0, 240.0
 ROUTES_PLAYED_S = 600.0  # at most this many virtual seconds are simulated of routes without gossip
 LEAST_SAMPLES = 4  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
 # Processor time of the simulator on a quiet core: of an event, and of computing a transfer's rate.

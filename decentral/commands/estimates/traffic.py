@@ -147,7 +147,8 @@ def _windows(
     size = link(code, partners, min(partners, max(1, holders)))
     dense = _code(gossip, False)
     # A link counts as thin at first: peers that start together measure each other's probes, and thin links stay thin.
-    as_thin = Stretch(2, THIN_UNTIL)
+    # Where links are faster than assumed, it does not.
+    as_thin = Stretch(1 if ease > 1 else 2, THIN_UNTIL)
     link_times, dense_times = Stretch().fit(size), as_thin.fit(link(dense, served, min(partners, max(1, holders))))
     cores_times = _cores_times(gossip, held, one, code, min(partners, holders), holders, ease) if holders else 1
     most = most_windows(gossip.window_s)

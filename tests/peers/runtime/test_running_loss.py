@@ -26,6 +26,13 @@ def test_before_the_first_step_there_is_none() -> None:
     assert str(RunningLoss()) == "-"
 
 
+def test_the_first_loss_weighs_no_more_than_any_other_of_the_first_twenty() -> None:
+    losses = RunningLoss()
+    for loss in [5.5] + 19 * [2.5]:
+        losses.add(loss)
+    assert losses.mean == pytest.approx(2.65)
+
+
 def test_the_average_follows_the_losses() -> None:
     losses = RunningLoss()
     for _ in range(200):
