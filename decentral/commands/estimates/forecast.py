@@ -292,7 +292,11 @@ def _played(
         by_formulas = replace(by_formulas, until_s=rates.until_s)
         return _with_routes_alone(run, topology, devices, plan, by_formulas, budget.part(kept)) if plan else by_formulas
     by_cores = least_s > run.gossip.window_s
-    pairs = between_codes(between_windows(rates, run.gossip.window_s, gossip.cycle_s), cases).within(topology)
+    pairs = between_codes(between_windows(rates, run.gossip.window_s, gossip.cycle_s), cases)
+    if plan:  # bytes of routes vary with their tokens/s
+        low_NN = np.minimum(pairs.low_NN, pairs.mid_NN / ROUTED_RANGE)
+        pairs = PairTraffic(pairs.mid_NN, low_NN, np.maximum(pairs.high_NN, pairs.mid_NN * ROUTED_RANGE))
+    pairs = pairs.within(topology)
     windows = tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
     speed = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, rates.tokens * ROUTED_RANGE)
     return _Played(speed, pairs, windows)
