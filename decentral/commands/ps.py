@@ -37,7 +37,7 @@ FOLDER_DELETED = "folder deleted"  # phase of a peer whose state folder is gone:
 SUSPENDED = "suspended"  # phase of a peer whose process is stopped by a signal, and hears no other one
 STAT_BYTES = 4096  # more than /proc/PID/stat has
 MOST_CELL_CHARS = 4096  # of a folder or an address
-KILLED_SHOWN_S = 86400.0  # peers that were killed longer ago are not shown
+ENDED_SHOWN_S = 86400.0  # peers that ended longer ago are not shown, nor found by their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,12 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def killed_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) -> list[KilledPeer]:
-    """Return this user's peers that were killed, or have crashed, in the KILLED_SHOWN_S before `now` (Unix time).
+    """Return those peers of `ended_lately` that were killed, or have crashed; the arguments are the same."""
+    return [killed for killed in map(KilledPeer.of, ended_lately(running, folder, now)) if killed is not None]
+
+
+def ended_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) -> list[Path]:
+    """Return the state folders of this user's peers that have ended in the ENDED_SHOWN_S before `now` (Unix time).
 
     Only state folders beside a running peer's, in `folder`, and in the folders in it are looked at.
     """
@@ -134,10 +139,9 @@ def killed_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) ->
     with suppress(OSError):  # a folder that this user may not read
         around |= {folder, *(one for one in folder.iterdir() if one.is_dir())}
     journals = {journal for one in around for journal in (journals_in(one) if os.access(one, os.R_OK) else ())}
-    lately = [journal.parent for journal in sorted(journals) if now - changed_at(journal) < KILLED_SHOWN_S]
+    lately = [journal.parent for journal in sorted(journals) if now - changed_at(journal) < ENDED_SHOWN_S]
     ended = [one for one in lately if one not in {peer.folder for peer in running} and not is_temporary(one)]
-    own = [one for one in ended if one.stat().st_uid == os.geteuid()]
-    return [killed for killed in map(KilledPeer.of, own) if killed is not None]
+    return [one for one in ended if one.stat().st_uid == os.geteuid()]
 
 
 def here() -> list[RunningPeer]:
