@@ -60,15 +60,16 @@ class PeerStatus:
     @classmethod
     def of(cls, peer: RunningPeer) -> "PeerStatus":
         """Return the status of a running peer, as its state folder shows it."""
-        tail = JournalTail.of(peer.folder) if peer.folder and not peer.is_deleted else None
+        tail = before = JournalTail.of(peer.folder) if peer.folder and not peer.is_deleted else None
         if peer.folder and changed_at(peer.folder / JOURNAL) < peer.since:
-            tail = None  # the lines are of an earlier process
+            tail = None  # the lines are of an earlier process of the same peer
         work, facts = (tail.work, tail.facts) if tail else (None, None)
+        kept = before.facts if before else None
         stepped = work is not None and work.stepped_at > 0
         return cls(
-            name=plain_text(facts.name if facts else peer.name),
-            peer=plain_text(facts.peer) if facts else "",
-            run=plain_text(facts.run) if facts else "",
+            name=plain_text(facts.name if facts else peer.name or (kept.name if kept else "")),
+            peer=plain_text(kept.peer) if kept else "",
+            run=plain_text(kept.run) if kept else "",
             phase=_phase(peer, tail) if peer.folder else "",
             user=_user(peer.user),
             pid=peer.pid,

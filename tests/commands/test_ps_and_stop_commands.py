@@ -101,7 +101,10 @@ def test_below_the_table_is_how_to_join_each_run(
 
 def test_a_peer_that_starts_is_not_shown_with_the_figures_of_its_last_life(tmp_path: Path) -> None:
     found = PeerStatus.of(replace(training(tmp_path / "one"), since=BEGAN + 1e9))
-    assert (found.phase, found.name, found.step, found.checkpoint_at) == ("starting", "", None, BEGAN + 60)
+    assert (found.phase, found.step, found.loss, found.checkpoint_at) == ("starting", None, None, BEGAN + 60)
+    assert (found.name, found.peer, found.run, found.address) == ("ann", "Qmx3kPq2", "gpt-3fa2c1", "")
+    renamed = PeerStatus.of(replace(training(tmp_path / "one"), since=BEGAN + 1e9, name="bob"))
+    assert renamed.name == "bob"
     journal(tmp_path / "two", (1, "started", STARTED))
     assert PeerStatus.of(of(tmp_path / "two")).phase == "joining"
 
