@@ -37,7 +37,7 @@ FOLDER_DELETED = "folder deleted"  # phase of a peer whose state folder is gone:
 SUSPENDED = "suspended"  # phase of a peer whose process is stopped by a signal, and hears no other one
 STAT_BYTES = 4096  # more than /proc/PID/stat has
 MOST_CELL_CHARS = 4096  # of a folder or an address
-KILLED_SHOWN_S = 86400.0  # peers that were killed longer ago are not shown
+ENDED_SHOWN_S = 86400.0  # peers that ended longer ago are not shown, nor found by their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,16 @@ class PeerStatus:
     @classmethod
     def of(cls, peer: RunningPeer) -> "PeerStatus":
         """Return the status of a running peer, as its state folder shows it."""
-        tail = JournalTail.of(peer.folder) if peer.folder and not peer.is_deleted else None
+        tail = before = JournalTail.of(peer.folder) if peer.folder and not peer.is_deleted else None
         if peer.folder and changed_at(peer.folder / JOURNAL) < peer.since:
-            tail = None  # the lines are of an earlier process
+            tail = None  # the lines are of an earlier process of the same peer
         work, facts = (tail.work, tail.facts) if tail else (None, None)
+        kept = before.facts if before else None
         stepped = work is not None and work.stepped_at > 0
         return cls(
-            name=plain_text(facts.name if facts else peer.name),
-            peer=plain_text(facts.peer) if facts else "",
-            run=plain_text(facts.run) if facts else "",
+            name=plain_text(facts.name if facts else peer.name or (kept.name if kept else "")),
+            peer=plain_text(kept.peer) if kept else "",
+            run=plain_text(kept.run) if kept else "",
             phase=_phase(peer, tail) if peer.folder else "",
             user=_user(peer.user),
             pid=peer.pid,
@@ -126,7 +127,12 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def killed_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) -> list[KilledPeer]:
-    """Return this user's peers that were killed, or have crashed, in the KILLED_SHOWN_S before `now` (Unix time).
+    """Return those peers of `ended_lately` that were killed, or have crashed; the arguments are the same."""
+    return [killed for killed in map(KilledPeer.of, ended_lately(running, folder, now)) if killed is not None]
+
+
+def ended_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) -> list[Path]:
+    """Return the state folders of this user's peers that have ended in the ENDED_SHOWN_S before `now` (Unix time).
 
     Only state folders beside a running peer's, in `folder`, and in the folders in it are looked at.
     """
@@ -134,10 +140,9 @@ def killed_lately(running: Sequence[RunningPeer], folder: Path, now: Seconds) ->
     with suppress(OSError):  # a folder that this user may not read
         around |= {folder, *(one for one in folder.iterdir() if one.is_dir())}
     journals = {journal for one in around for journal in (journals_in(one) if os.access(one, os.R_OK) else ())}
-    lately = [journal.parent for journal in sorted(journals) if now - changed_at(journal) < KILLED_SHOWN_S]
+    lately = [journal.parent for journal in sorted(journals) if now - changed_at(journal) < ENDED_SHOWN_S]
     ended = [one for one in lately if one not in {peer.folder for peer in running} and not is_temporary(one)]
-    own = [one for one in ended if one.stat().st_uid == os.geteuid()]
-    return [killed for killed in map(KilledPeer.of, own) if killed is not None]
+    return [one for one in ended if one.stat().st_uid == os.geteuid()]
 
 
 def here() -> list[RunningPeer]:

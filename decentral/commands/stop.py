@@ -7,23 +7,25 @@
 
 The command only ends processes that hold the lock of a peer's state folder and belong to this user. It never kills: a
 peer that does not end within STOP_S goes on saving. Exit codes: 0 if all have stopped and saved, 1 if not, also if a
-peer in a named folder was killed or has crashed, so that its work since its last checkpoint is lost.
+named peer was killed or has crashed, so that its work since its last checkpoint is lost.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 from decentral.commands import shared
 from decentral.commands.checks.running_peer import JournalTail, KilledPeer, holder
-from decentral.commands.ps import STATUS_COLUMNS, SUSPENDED, PeerStatus, here, table
+from decentral.commands.ps import STATUS_COLUMNS, SUSPENDED, PeerStatus, ended_lately, here, table
 from decentral.core.errors import ExitCode, UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
 from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at, journals_in
-from decentral.core.plain_text import printable
+from decentral.core.plain_text import plain_text, printable
 from decentral.core.temporary import is_temporary
 from decentral.core.times import ago
 from decentral.core.units import Seconds, plural
@@ -34,6 +36,9 @@ REASON_CHARS = 500
 STARTING_NAMED = 3  # an error names the folders of at most this many peers that start
 
 Running = Mapping[RunningPeer, PeerStatus]
+Ended = Mapping[Path, tuple[str, str]]
+"""State folder of a peer that has ended -> the peer's name and run."""
+NONE_ENDED: Ended = MappingProxyType({})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     running = {peer: PeerStatus.of(peer) for peer in here()}
-    found, stopped = chosen(running, flags.which)
+    found, stopped = chosen(running, flags.which, ended_here(running))
     all_well = not _tell_ended(stopped)
     if not found and not stopped:
         print("no peer of this user runs on this machine")
@@ -54,10 +59,10 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _tell_ended(ended: Mapping[Path, Sequence[Path]]) -> bool:
-    """Print which peers of these folders have ended already and how; return whether one was killed or has crashed.
+    """Print which of these peers have stopped already, or how they ended; return whether one was killed or has crashed.
 
     Args:
-        ended: Folder that the user named -> state folders of its ended peers.
+        ended: What the user named -> state folders of its ended peers.
     """
     now, some_killed = time.time(), False
     for named, folders in ended.items():
@@ -119,15 +124,25 @@ def _agreed(peers: Sequence[PeerStatus], yes: bool) -> bool:
         return False
 
 
-def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], dict[Path, list[Path]]]:
-    """Return which of this user's running peers to stop, and the named folders with peers that have ended.
+def ended_here(running: Running) -> Ended:
+    """Return name and run of this user's peers that have ended lately in folders that `decentral ps` looks at."""
+    folders = ended_lately(list(running), Path.cwd(), time.time())
+    tails = {folder: JournalTail.of(folder) for folder in folders if holder(folder) is None}
+    return {folder: (plain_text(tail.facts.name), plain_text(tail.facts.run)) for folder, tail in tails.items() if tail}
+
+
+def chosen(
+    running: Running, which: Sequence[str], ended_near: Ended = NONE_ENDED
+) -> tuple[list[RunningPeer], dict[Path, list[Path]]]:
+    """Return which of this user's running peers to stop, and which of the named peers have ended.
 
     Args:
         running: The peers on this machine.
         which: Names and folders of peers, folders of peers' folders, and ids of runs; []: all peers of this user.
+        ended_near: The peers that have ended and are found by their run, or by their name if no running peer has it.
 
     Returns:
-        The peers, and named folder -> state folders of its ended peers.
+        The peers, and one of `which` as a path -> state folders of its ended peers.
 
     Raises:
         UserError: If nothing of this user has one of these names, if another user's peer runs in the folder, if several
@@ -159,22 +174,24 @@ def chosen(running: Running, which: Sequence[str]) -> tuple[list[RunningPeer], d
         if held and not inside:
             raise UserError(f"a peer of another user runs in {held[0]}; only that user can stop it")
         idle = [folder for folder in idle if folder not in held and folder not in {peer.folder for peer in inside}]
+        idle = idle or [at for at, (name, run) in ended_near.items() if one == run or (one == name and not chosen_here)]
         if idle:
             ended[Path(one)] = idle
         elif not chosen_here:
-            raise UserError(f"{_unknown(one, list(own.values()))} (see decentral ps)")
+            raise UserError(f"{_unknown(one, list(own.values()), ended_near)} (see decentral ps)")
         found |= dict.fromkeys(chosen_here)
     return list(found), ended
 
 
-def _unknown(one: str, own: Sequence[PeerStatus]) -> str:
+def _unknown(one: str, own: Sequence[PeerStatus], ended: Ended) -> str:
     """Return an error's text for a word that names no peer of this user, with the nearest name, folder or run."""
     folders = {Path(status.folder) for status in own if status.folder}
     around = {folder.parent for folder in folders}
     if Path(one).parent.is_dir():
         around |= {path.parent.parent for path in Path(one).parent.glob(f"*/*/{JOURNAL}")}
     shown = [str(folder) for folder in (*folders, *around)] + [folder.name for folder in around]
-    near = did_you_mean(one, [*(name for status in own for name in (status.name, status.run)), *shown])
+    words = [(status.name, status.run) for status in own] + list(ended.values())
+    near = did_you_mean(one, [*chain.from_iterable(words), *shown])
     nameless = [status.folder for status in own if status.folder and not status.name]
     if nameless and one not in shown:  # a starting peer's name is not known yet, so another one is not meant
         near = f"; peers that start have no name yet; name a folder: {', '.join(nameless[-STARTING_NAMED:])}"

@@ -462,6 +462,8 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {key}{did_you_mean(key, [known.path for known in keys_of(Config)])}"
     expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     expected = expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
+    if key == "name" and first["type"] in ("string_pattern_mismatch", "string_too_long"):
+        expected = "1 to 41 of the characters a-z, 0-9 and -, of which the first is not -"
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
     near = did_you_mean(str(first["input"])[:30], expected.split("'")[1::2])  # the allowed names are quoted

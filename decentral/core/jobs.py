@@ -466,9 +466,9 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Outcome: a checkpoint of inner step `step` is on the disk."""
+    """Outcome: a checkpoint is on the disk."""
 
-    step: int
+    lr_step: int  # the learning-rate step that the checkpoint stores
     bytes: int
     cost_s: Seconds = 0.0  # time that the job took on the training thread and on its worker thread
 

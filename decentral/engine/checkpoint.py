@@ -163,8 +163,8 @@ class DamagedCheckpoint(UserError):
         return f"the checkpoint is damaged ({self.why}) and now called {aside}; {remedy}"
 
 
-def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator[Phase, None, int]:
-    """Return a program (see `threads`) that writes the folder's checkpoint and returns the new file's size in bytes.
+def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator[Phase, None, tuple[int, int]]:
+    """Return a program (see `threads`) that writes a checkpoint and returns its learning-rate step and size in bytes.
 
     Unless `whole`, the training thread copies only one fragment between two steps, and the worker thread writes the
     copy while training goes on. So copies of two fragments may be some steps apart, but each copy has the weights,
@@ -202,7 +202,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
                         raise ProtocolError(Reason.NAN, f"tensor {name} has a number that is not finite")
                     file.add(name, tensor)
                     del tensor  # the next one may be a new vector
-        return file.finish({**facts, "window": windows, "fragment_steps": steps})
+        return facts["lr_step"], file.finish({**facts, "window": windows, "fragment_steps": steps})
     except BaseException:
         file.abandon()
         raise

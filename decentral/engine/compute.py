@@ -316,9 +316,9 @@ class Compute(JobRunner):
     def _save(self) -> Program:
         yield Phase.HELD
         self.span.initialise()  # initialise the weights of a peer that stops before it has joined
-        size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
+        lr_step, size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
         return_free_pages()
-        return jobs.Saved(self.counters.own_steps, size)
+        return jobs.Saved(lr_step, size)
 
     def _start(self, newcomer: bool) -> jobs.Started:
         self.span.clear_sums()

@@ -191,4 +191,4 @@ class SurrogateWorkload(JobRunner):
         except OSError as error:
             return jobs.SaveFailed(f"{type(error).__name__}: {error}")
         parameters = sum(fragment.parameters for fragment in self.fragments)
-        return jobs.Saved(self.counters.own_steps, parameters * 4 * len(tensors) // len(self.fragments))
+        return jobs.Saved(self.counters.lr_step, parameters * 4 * len(tensors) // len(self.fragments))

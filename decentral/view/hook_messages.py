@@ -125,7 +125,7 @@ class Messages:
         """Return an event's severity and one sentence about it."""
         match event:
             case events.CheckpointLine():
-                return PLAIN, f"checkpoint of step {event.step:,} written ({readable_bytes(event.bytes)})"
+                return PLAIN, f"checkpoint of learning-rate step {event.step:,} written ({readable_bytes(event.bytes)})"
             case events.PeerJoinedLine():
                 return GOOD, f"peer {titled(event.peer, event.name)} joined"
             case events.GoodbyeLine():

@@ -278,9 +278,9 @@ class TrainingProgress:
             case Evaluated(tokens, loss, seconds):
                 self.evaluations.measured(loss, seconds, now)
                 return [Log(EvalLine(tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4)))]
-            case Saved(step, size, cost_s):
+            case Saved(lr_step, size, cost_s):
                 took_s = self._saves.saved(size, cost_s, now)
-                return [Log(CheckpointLine(step=step, bytes=size, seconds=round(took_s, 3)))]
+                return [Log(CheckpointLine(step=lr_step, bytes=size, seconds=round(took_s, 3)))]
             case SaveFailed():
                 self._saves.failed(now)
                 return [Log(ErrorLine(reason=f"checkpoint failed, {event.said}"))]

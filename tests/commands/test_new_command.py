@@ -89,6 +89,15 @@ def test_a_further_key_is_set_and_checked(capsys: pytest.CaptureFixture[str]) ->
     assert config.load("mine.yaml").gossip.window_s == 2
 
 
+@pytest.mark.parametrize("name", ["my/run", "Mine", "-x", "x" * 42])
+def test_a_name_that_is_refused_is_said_which_characters_it_may_have(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    said = refusal(capsys, "--model", "1B", "--", name)
+    allowed = "name must be 1 to 41 of the characters a-z, 0-9 and -, of which the first is not -"
+    assert said.startswith(f"error: config: {allowed}; it is {name[:5]!r}"[:-1])
+
+
 def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str]) -> None:
     text = written("--model", "10M")
     assert "exists already" in refusal(capsys, "mine", "--model", "20M")

@@ -101,7 +101,10 @@ def test_below_the_table_is_how_to_join_each_run(
 
 def test_a_peer_that_starts_is_not_shown_with_the_figures_of_its_last_life(tmp_path: Path) -> None:
     found = PeerStatus.of(replace(training(tmp_path / "one"), since=BEGAN + 1e9))
-    assert (found.phase, found.name, found.step, found.checkpoint_at) == ("starting", "", None, BEGAN + 60)
+    assert (found.phase, found.step, found.loss, found.checkpoint_at) == ("starting", None, None, BEGAN + 60)
+    assert (found.name, found.peer, found.run, found.address) == ("ann", "Qmx3kPq2", "gpt-3fa2c1", "")
+    renamed = PeerStatus.of(replace(training(tmp_path / "one"), since=BEGAN + 1e9, name="bob"))
+    assert renamed.name == "bob"
     journal(tmp_path / "two", (1, "started", STARTED))
     assert PeerStatus.of(of(tmp_path / "two")).phase == "joining"
 
@@ -204,6 +207,39 @@ def test_a_peer_that_was_killed_is_not_said_to_have_stopped(
         f"bob: ended 99 s ago without stopping (killed or crashed), never saved; {again}/three",
         "friends: stopped already",
     ]
+
+
+def test_peers_that_have_ended_are_found_by_name_and_run_as_ps_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed(tmp_path / "friends" / "one")
+    journal(
+        tmp_path / "friends" / "two", (1, "started", {**STARTED, "name": "bob"}), (2, "stopped", {"reason": "asked"})
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 100)
+    for name in ("one", "two"):
+        os.utime(tmp_path / "friends" / name / "journal.jsonl", (BEGAN + 70, BEGAN + 70))
+    monkeypatch.setattr(stop, "here", lambda: [])
+    again = f"go on with: python -m decentral.peer --state-dir {tmp_path}/friends/one"
+    dead = f"ann: ended 30 s ago without stopping (killed or crashed), last saved 40 s ago; {again}"
+    with pytest.raises(SystemExit, match="1"):
+        stop.main(["ann"])
+    assert capsys.readouterr().out.splitlines() == [dead]
+    assert stop.main(["bob"]) == 0
+    assert capsys.readouterr().out == "bob: stopped already\n"
+    with pytest.raises(SystemExit, match="1"):
+        stop.main(["gpt-3fa2c1"])
+    assert capsys.readouterr().out.splitlines() == [dead, "gpt-3fa2c1: stopped already"]
+    assert stop.main(["anne"]) == 2
+    assert "did you mean ann?" in capsys.readouterr().err
+    journal(tmp_path / "others" / "living", (1, "started", {**STARTED, "name": "eve"}))
+    living = of(tmp_path / "others" / "living")
+    running = {living: PeerStatus.of(living)}
+    near, one, two = stop.ended_here(running), tmp_path / "friends" / "one", tmp_path / "friends" / "two"
+    assert stop.chosen(running, ["gpt-3fa2c1"], near) == ([living], {Path("gpt-3fa2c1"): [one, two]})
+    assert stop.chosen(running, ["ann", "eve"], near) == ([living], {Path("ann"): [one]})
+    assert stop.chosen(running, ["eve"], {one: ("eve", "gpt-1")}) == ([living], {})  # the running peer is meant
 
 
 def test_killed_peers_are_listed_for_a_day(

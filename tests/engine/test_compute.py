@@ -568,6 +568,15 @@ def test_a_checkpoint_of_other_shapes_is_a_user_error(setup_of: MakeSetup) -> No
         Compute(compute.setup).resume()
 
 
+def test_saving_reports_the_learning_rate_step_that_the_file_stores(setup_of: MakeSetup) -> None:
+    """Not this peer's own steps, which are fewer in a swarm."""
+    compute = trained(setup_of(), 3)
+    compute.do(jobs.SetClock(100))
+    saved = compute.do(jobs.Save())
+    assert isinstance(saved, jobs.Saved)
+    assert saved.lr_step == checkpoint.lr_step(compute.setup.folder) == 100
+
+
 def test_saving_reports_the_size(setup_of: MakeSetup) -> None:
     compute = trained(setup_of(), 3)
     assert compute.do(jobs.Save()) == jobs.Saved(3, (compute.setup.folder / checkpoint.FILE).stat().st_size)

@@ -16,7 +16,7 @@ from decentral.core.errors import UserError
 from decentral.core.journal.file import JOURNAL_FILE_BYTES, JOURNAL_FILES_KEPT
 from decentral.core.units import MiB, readable_bytes
 from decentral.engine import checkpoint
-from decentral.peers.startup.state import DISK_REMEDY, StateFolder
+from decentral.peers.startup.state import DISK_REMEDY, StateFolder, require_meant
 
 PROBE_FILE_BYTES = 16 * MiB  # the check writes and syncs this many bytes to measure the disk's speed
 SLOW_DISK_PER_S = 32e6  # on a disk that writes fewer bytes/s, checkpoints are saved less often, and the user is warned
@@ -69,6 +69,15 @@ def write_speed(folder: Path) -> Finding:
     if rate < SLOW_DISK_PER_S:
         return warn("disk", f"{seen}: checkpoints will be rare", "use a --state-dir on a local disk")
     return ok("disk", seen)
+
+
+def meant(wanted: str, says_run: bool, says_peer: bool) -> Iterator[Finding]:
+    """Yield what is wrong if a peer would refuse this --state-dir; the arguments are those of `require_meant`."""
+    try:
+        require_meant(wanted, says_run, says_peer)
+    except UserError as error:
+        seen, _, remedy = str(error).partition("; ")
+        yield wrong("state folder", seen, remedy)
 
 
 def belongs_to(folder: Path) -> Finding:

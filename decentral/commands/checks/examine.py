@@ -143,6 +143,9 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
 def _computer_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[Finding]:
     yield computer.open_files()
     yield computer.compute_device(place.device)
+    if flags.state_dir:
+        says_peer = any((flags.device, flags.listen, flags.announce))
+        yield from disk.meant(flags.state_dir, any((flags.join, flags.invite)), says_peer)
     yield from disk.checks(Path(flags.state_dir or "."), place.folder is not None)
     path = _invitation_path(flags.invite, place.folder)
     if path is not None:

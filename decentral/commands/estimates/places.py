@@ -155,13 +155,12 @@ def _place(text: str) -> SharedPlace:
     up_mbps, down_mbps = HOME_MBPS if name.lower().startswith("home") else CENTRE_MBPS
     if not colon:
         return SharedPlace(plain_text(name), up_mbps * MBIT, down_mbps * MBIT, assumed=True)
-    up, slash, down = rates.partition("/")
+    up, slash, down = re.sub(r"(?<=[A-Za-z])/s\b", "", rates).partition("/")  # as in 50Mb/s/500Mb/s
     try:
         up_rate = quantities.rate_bytes(up)
         if not slash:
-            raise UserError(
-                f"--peers: {text} lacks the downlink; write {name}:UP/DOWN in Mb/s, such as {name}:{up}/500"
-            )
+            such = f"{name}:{up_rate / MBIT:g}/500"
+            raise UserError(f"--peers: {text} lacks the downlink; write {name}:UP/DOWN in Mb/s, such as {such}")
         return SharedPlace(plain_text(name), up_rate, quantities.rate_bytes(down), False)
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--peers: {text}: {error}") from None

@@ -106,7 +106,7 @@ class EvalLine:
 class CheckpointLine:
     """Event: a checkpoint is on the disk."""
 
-    step: kind.Count
+    step: kind.Count  # learning-rate step of the checkpoint
     bytes: kind.Count
     seconds: kind.Number  # time from copying the weights to the finished file; training continues meanwhile
 

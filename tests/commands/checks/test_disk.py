@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.wan import namespaces
-from decentral.commands.checks import disk
-from decentral.commands.checks.finding import FindingState
+from decentral.commands import doctor
+from decentral.commands.checks import disk, examine
+from decentral.commands.checks.finding import FindingState, wrong
+from decentral.core import config
+from decentral.core.ids import RunId
 from decentral.core.units import MiB
+from decentral.peers.startup.state import StateFolder
 
 needs_root = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 
@@ -23,6 +27,21 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     namespaces.mount_memory(folder, 4 * MiB)
     yield folder
     namespaces.unmount(folder)
+
+
+def test_a_mistyped_state_folder_is_wrong_as_the_peer_says(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        StateFolder(tmp_path / name).write_run(RunId("gpt-3fa2c1"), config.Config())
+    flags = doctor.parse(["--state-dir", str(tmp_path / "zz"), "--device", "cpu"])
+    found = {one.check: one for one in examine._computer_and_disk(flags, examine.PeerPlace.of(flags))}
+    assert found["state folder"] == wrong(
+        "state folder",
+        f"--state-dir {tmp_path / 'zz'} does not exist (peers beside it: a, b)",
+        "to resume a peer, correct the path; to start one there, add a CONFIG, such as default, or --join ADDR",
+    )
+    assert not list(disk.meant(str(tmp_path / "zz"), says_run=True, says_peer=False))  # a new peer would start there
+    assert not list(disk.meant(str(tmp_path / "a"), says_run=False, says_peer=False))
 
 
 def test_a_disk_with_room_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

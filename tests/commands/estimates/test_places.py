@@ -33,6 +33,12 @@ def test_a_device_may_have_several_words_and_the_place_may_be_missing(text: str,
     assert (group.device, group.place.name) == (device, place)
 
 
+@pytest.mark.parametrize("rates", ["50Mb/s/0.5Gb/s", "50/500Mb/s", "50Mb/s/500", "50Mbit/s/500Mbps"])
+def test_rates_may_have_a_unit_with_a_slash(rates: str) -> None:
+    (group,) = groups_of(f"4x4090 home:{rates}")
+    assert (group.place.up, group.place.down) == (50 * MBIT, 500 * MBIT)
+
+
 @pytest.mark.parametrize("text", ["4x4090 home", "4*4090 home", "4 X 4090 home", "4\u00d74090 home"])
 def test_a_count_stands_before_the_device(text: str) -> None:
     (group,) = groups_of(text)
@@ -93,6 +99,7 @@ def test_peers_of_one_place_share_its_link_and_a_peer_alone_has_it() -> None:
         ("0x4090", "at least 1 peer"),
         ("9999x4090", "at most 4096 peers"),
         ("4090 home:fast", "expected a rate in Mb/s"),
+        ("4090 home:50Mb/s", r"home:50Mb/s lacks the downlink; write home:UP/DOWN in Mb/s, such as home:50/500"),
         ("4090 home:50", r"home:50 lacks the downlink; write home:UP/DOWN in Mb/s, such as home:50/500"),
         ("4x4090;home", r"expects parts such as .*, with commas between them; got '4x4090;home'"),
         ("4xRTX4090 home 50/500", "a link stands behind its place, such as home:50/500; got"),
