@@ -8,7 +8,6 @@ publishes these measurements in its signed record (`SeenWork`). docs/SECURITY.md
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
 from typing import Annotated, NamedTuple
 
 from pydantic import Field, Strict
@@ -20,8 +19,7 @@ from decentral.core.units import Seconds
 MOST_WITNESSED = 12  # a record has the work of at most this many other peers, to stay below its limit of 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
 IMPLAUSIBLE_TIMES = 1000.0  # a window longer than this many times ours is an attack, so `times` is capped at this
-LONG_WATCHED = 0.9  # a witness that met a peer for at least this share of its hours counts with the tokens that it saw
-LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours are ignored for its speed
+LONG_WATCHED = 0.95  # a witness that met a peer for at least this share of its hours counts as one that met it in all
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
 Few = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
@@ -94,10 +92,10 @@ def explained_tokens(own: float, times: float) -> float:
 def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
-    A peer's tokens are what its witnesses saw in its hours (`_of_hours`), or the confirmed `carried` tokens if those
-    are more. With three or more witnesses, no single witness decides: the tokens are the lower median of the witnesses'
-    values, the hours are the second largest value, and each other value is `confirmed`. What a peer says of its own
-    work is ignored. The order of the statements does not matter.
+    A peer's hours are the second largest of its witnesses' values; of two, the larger, since the other may have been
+    away. Its tokens are the witnesses' lower median (`_in_hours`), or the confirmed `carried` tokens if those are more.
+    Each other value is `confirmed`. So with three or more witnesses, no single witness decides. What a peer says of its
+    own work is ignored. The order of the statements does not matter.
 
     Args:
         statements: The latest statement of each peer.
@@ -118,13 +116,12 @@ def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
 
 
 def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Credit:
-    met_s = _second([row.met_s for row in rows])
-    watched = [row for row in rows if row.met_s and row.met_s >= LEAST_WATCHED * met_s]
-    trained = median_low([_of_hours(row, met_s) for row in watched]) if watched else 0.0
+    hours = sorted(row.met_s for row in rows if row.met_s)
+    met_s = hours[-2 if len(hours) > 2 else -1] if hours else 0
     return Credit(
         peer=peer,
         name=own.name if own else "",
-        tokens=max(round(trained), confirmed(row.carried for row in rows)),
+        tokens=max(round(_in_hours(rows, met_s)), confirmed(row.carried for row in rows)),
         share=0.0,
         hours=round(met_s / 3600, 4),
         served_bytes=confirmed(row.served_bytes for row in rows),
@@ -135,13 +132,26 @@ def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Cre
     )
 
 
-def _of_hours(row: SeenWork, met_s: Seconds) -> float:
-    """Return the tokens of a peer's `met_s` seconds by one witness: those that it saw, or fewer hours' at their speed.
+def _in_hours(rows: Sequence[SeenWork], met_s: Seconds) -> float:
+    """Return the tokens of a peer's `met_s` seconds: the lower median of its witnesses' values, weighted by their time.
 
-    Witnesses publish at different times. If a long one's speed were multiplied by another's newer hours, the tokens of
-    a peer that becomes slower would fall from one look to the next.
+    The value of a witness that was there for LONG_WATCHED of the time is the tokens that it saw; of another, its speed
+    times `met_s`. Witnesses publish at different times: if a long one's speed were multiplied by another's newer hours,
+    the tokens of a peer that becomes slower would fall from one look to the next.
     """
-    return row.tokens_per_s * (row.met_s if row.met_s >= LONG_WATCHED * met_s else met_s)
+    values = [
+        (row.tokens_per_s * row.met_s, met_s)
+        if row.met_s >= LONG_WATCHED * met_s
+        else (row.tokens_per_s * met_s, row.met_s)
+        for row in rows
+        if row.met_s
+    ]
+    half = sum(weight for _, weight in values) / 2
+    for value, weight in sorted(values):
+        half -= weight
+        if half <= 0:
+            return value
+    return 0.0
 
 
 def confirmed(figures: Iterable[int]) -> int:
@@ -154,11 +164,6 @@ def confirmed(figures: Iterable[int]) -> int:
         return sum(rising)
     rest = sum(rising[:-1])
     return rest + min(rising[-1], rest)
-
-
-def _second(figures: Sequence[int]) -> int:
-    """Return the second largest value; if there is only one value, that value; if there is none, 0."""
-    return sorted(figures)[-2:][0] if figures else 0
 
 
 def latest(statements: Iterable[tuple[PeerId, Statement]]) -> dict[PeerId, Statement]:

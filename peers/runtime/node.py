@@ -250,6 +250,7 @@ class Node:
                 case Log(PeerLeftLine(peer=peer)):
                     gone.append(peer)
                     self.meter.left(peer)
+                    self.witness.left(peer)
         return [*effects, *self.witness.signed(gone)] if gone else effects
 
     def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:

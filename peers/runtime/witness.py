@@ -64,7 +64,7 @@ class Tally:
     failed: int = 0
     turn: int = 0  # our record has at most MOST_WITNESSED peers: those with the smallest `turn`
     before: SeenWork = NOTHING_SEEN  # what earlier processes of this peer have measured
-    # Fragment -> when its last window was closed (None: no window yet), and the estimate of how long its windows last.
+    # Fragment -> when its last window was closed (None: not since the peer came), and about how long its windows last.
     _windows: dict[int, tuple[Seconds | None, Seconds]] = field(default_factory=dict)
 
     def served(self, received_bytes: int) -> None:
@@ -75,6 +75,10 @@ class Tally:
         """Count a check of the peer's work: passed if `right`, else failed."""
         self.passed, self.failed = self.passed + right, self.failed + (not right)
 
+    def left(self) -> None:
+        """Credit no time between the peer's last window and its next one: it was dropped from the roster, or left."""
+        self._windows = {fragment: (None, usual_s) for fragment, (_, usual_s) in self._windows.items()}
+
     def met(self, window: MergedWindow, work: PartnerWork | None) -> None:
         """Credit the peer, at the speed of this window, for the time since its previous window of the fragment.
 
@@ -83,7 +87,7 @@ class Tally:
         of the peer's windows that we merged. So a peer that understates how long its windows last gains little.
 
         Args:
-            window: The window; the first one of a fragment brings no credit.
+            window: The window; the first one of a fragment since the peer joined brings no credit.
             work: The work behind the window; None if the merge has refused it: the time counts, but brings no tokens.
         """
         before, usual_s = self._windows.get(window.fragment, (None, math.inf))
@@ -167,6 +171,11 @@ class Witness:
             self.of(peer).judged(True)
         for peer, _ in merged.rejected:
             self.of(peer).judged(False)
+
+    def left(self, peer: PeerId) -> None:
+        """Note that a peer has left the roster, so that the time until it is back is not credited."""
+        if tally := self.tallies.get(suffix(peer)):
+            tally.left()
 
     def audited(self, line: AuditLine) -> None:
         """Count the verdict of an audit for the peer whose answer was audited, or for the one found wrong."""

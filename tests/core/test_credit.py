@@ -118,6 +118,56 @@ def test_who_met_a_peer_only_for_a_moment_has_no_say_about_its_speed() -> None:
     assert of(LIAR, statements).tokens == 360_000
 
 
+def three(met_s: dict[tuple[int, int], int], per_s: tuple[float, float, float]) -> dict[PeerId, Statement]:
+    """Three peers with these true speeds; `met_s` has the seconds for which (witness, peer) met."""
+    return {
+        NAMES[witness]: Statement(
+            1.0,
+            "",
+            0,
+            [seen(NAMES[peer], per_s[peer], met_s=met_s[witness, peer]) for peer in range(3) if peer != witness],
+        )
+        for witness in range(3)
+    }
+
+
+@pytest.mark.parametrize(("there", "away"), [(720, 475), (720, 240), (2700, 475), (720, 5)])
+def test_a_witness_that_was_away_lowers_nothing_that_the_others_saw(there: int, away: int) -> None:
+    """The third of three peers was killed and came back, or the two others had a session of their own."""
+    met_s, per_s = {(0, 1): there, (1, 0): there} | dict.fromkeys([(0, 2), (1, 2), (2, 0), (2, 1)], away), (10.0, 9, 3)
+    trained = [per_s[0] * there, per_s[1] * there, per_s[2] * away]
+    statements = three(met_s, per_s)
+    slow = [row._replace(claimed=row.claimed // 2, explained=row.explained // 2) for row in statements[NAMES[2]].seen]
+    statements[NAMES[2]] = Statement(1.0, "", 0, slow)  # the one that was away saw only slower hours
+    for peer, tokens in enumerate(trained):
+        assert of(NAMES[peer], statements).share == pytest.approx(tokens / sum(trained), rel=0.001)
+    assert of(NAMES[0], statements).hours == pytest.approx(there / HOUR_S, abs=1e-4)
+
+
+def test_two_witnesses_of_all_hours_outweigh_three_that_were_away() -> None:
+    rows = zip([100.0, 100.0, 80.0, 80.0, 80.0], [HOUR_S, HOUR_S, HOUR_S // 2, HOUR_S // 2, HOUR_S // 2], strict=True)
+    statements = {
+        witness: Statement(1.0, "", 0, [seen(NAMES[0], per_s, met_s=met_s)])
+        for witness, (per_s, met_s) in zip(NAMES[1:], rows, strict=True)
+    }
+    assert of(PeerId(suffix(NAMES[0])), statements).tokens == 100 * HOUR_S
+
+
+@pytest.mark.parametrize("lie", [(0.0, HOUR_S), (1e9, HOUR_S), (0.0, 100 * HOUR_S), (1e9, 100 * HOUR_S), (1e9, 1)])
+@pytest.mark.parametrize("third_s", [1, HOUR_S // 2, HOUR_S])
+def test_a_lying_witness_of_three_decides_nothing_even_if_another_was_away(
+    lie: tuple[float, int], third_s: int
+) -> None:
+    rows = [(100.0, HOUR_S), (100.0, third_s), lie]
+    statements = {
+        witness: Statement(1.0, "", 0, [seen(NAMES[0], per_s, met_s=met_s)])
+        for witness, (per_s, met_s) in zip(NAMES[1:4], rows, strict=True)
+    }
+    found = of(PeerId(suffix(NAMES[0])), statements)
+    assert found.tokens in (100 * third_s, 100 * HOUR_S)
+    assert found.hours <= 1.0
+
+
 def test_what_hops_carried_counts_where_no_windows_were_merged() -> None:
     statements = {
         NAMES[0]: Statement(1.0, "A", 0, [seen(LIAR, 0.0, met_s=0, carried=500)]),

@@ -1,11 +1,11 @@
-"""One of six simulated peers claims ten times its work, in its windows and in its record: it gains next to nothing."""
+"""Shares are those of what simulated peers trained, also if one claims ten times its work, or was away for a time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from decentral.core.credit import Credit, contributions
+from decentral.core.credit import Credit, Statement, contributions
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerPhase, PeerRecord
@@ -71,3 +71,23 @@ def test_the_share_of_a_liar_that_claims_ten_times_its_work_is_that_of_what_it_d
     claimed = next(one for one in found if one.peer == liar).claimed_tokens
     assert claimed == INFLATED_TOKENS * tokens[liar]
     assert max(map(abs, errors(found, tokens).values())) < 0.05
+
+
+def test_who_was_away_lowers_nobody_and_is_not_credited_for_its_absence(liars: set[PeerId]) -> None:
+    """One of three is killed, returns, and leaves for good: shares are those of tokens after each of these times."""
+    killed, back, left, end = 150.0, 250.0, 400.0, 600.0
+    faulty = FaultySwarm(f"crash 2 at {killed:g}; restart 2 at {back:g}; leave 2 at {left:g}", peers=3)
+    statements, lives = dict[PeerId, Statement](), dict[tuple[PeerId, int], int]()
+    for until in (killed, back, left, end):
+        faulty.play(until - 0.5)
+        for member in faulty.swarm.living:
+            if member.host:
+                node = member.host.node
+                statements[member.peer] = statement_of(node.compose_record(until, False))
+                lives[member.peer, member.lives] = node.progress.tokens
+        tokens = {peer: sum(count for (of, _), count in lives.items() if of == peer) for peer in statements}
+        found = contributions(statements)
+        assert max(map(abs, errors(found, tokens).values())) < 0.05, until
+    hours = {one.peer: one.hours for one in found}
+    assert 0.9 * end < 3600 * hours[faulty[0].peer] <= end
+    assert 0.9 * (left - back + killed) < 3600 * hours[faulty[2].peer] <= left - back + killed

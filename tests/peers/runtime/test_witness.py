@@ -69,6 +69,17 @@ def test_a_peer_that_trains_rarely_is_not_credited_for_its_pauses() -> None:
     assert busy_then_lazy.claimed < 50 * (220 + 20 * 100)
 
 
+def test_no_time_is_credited_for_which_a_peer_was_not_in_the_roster() -> None:
+    """Its windows last 20 s, so that a pause of 150 s could be one in which we pulled none of them."""
+    tally = Tally()
+    for start in (0.0, 350.0):
+        for at in range(0, 201, 20):
+            tally.met(MergedWindow(0, 1.0, start + at, 20.0, 20.0, 160.0), work(50.0))
+        tally.left()
+    found = tally.row("end", 0)
+    assert (found.claimed, found.met_s) == (1000, 400)
+
+
 def test_a_refused_window_brings_time_and_no_tokens() -> None:
     tally = Tally()
     for number in range(101):
