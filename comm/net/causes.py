@@ -11,6 +11,7 @@ from decentral.core.reasons import Reason
 BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")
 OTHER_PEER = re.compile(r"peer id mismatch: expected \S+, but remote key matches (\w+)")  # a peer has another id
 ANOTHER = "another peer"  # the cause begins with this if a peer with another id answers at the dialled address
+NOT_FOUND = "routing: not found"  # the error of a search for a peer of which nobody knows an address
 FAILED_AT = re.compile(r"\* \[(\S+)\] (?!dial backoff)")  # matches an address that libp2p dialled in vain
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # out of file handles, or out of memory
 
@@ -50,6 +51,11 @@ def dial_failure(detail: str) -> DialFailure:
     if "no route" in detail or "unreachable" in detail:
         return DialFailure.NO_ROUTE
     return DialFailure.SILENCE if "timeout" in detail.lower() or "deadline" in detail else DialFailure.OTHER
+
+
+def found_nowhere(text: str) -> bool:
+    """Return whether libp2p's error `text` says that it has searched for a peer, found no address, and dialled none."""
+    return text.endswith(NOT_FOUND)
 
 
 def failed_at(text: str) -> list[str]:

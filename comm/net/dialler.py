@@ -76,7 +76,7 @@ class Dialler:
             at = () if error else await self._network.places_of(dial.owner)
         finally:
             failed_at = [f"{place}/p2p/{dial.owner}" for place in causes.failed_at(error)]
-            self._rule.end(dial, at, failed_at, _loop_s())
+            self._rule.end(dial, at, failed_at, _loop_s(), dialled=not causes.found_nowhere(error))
             self._ended.set()
             self._ended.clear()
         return bool(at)

@@ -48,7 +48,8 @@ class Allowance:
     longest_s: Seconds
 
 
-OF_OWNER = Allowance(1, 5.0, 120.0)  # limits failed dials of one peer, each of up to TRIED_AT_ONCE new addresses
+# Limits failed dials of one peer, each of up to TRIED_AT_ONCE new addresses; its failed searches have as many again.
+OF_OWNER = Allowance(1, 5.0, 120.0)
 OF_PORT = Allowance(4, 60.0, 600.0)  # limits failed dials of one TCP or UDP port at one IP address, for all peers
 OF_IP = Allowance(16, 60.0, 600.0)  # limits failed dials of one IPv4 address or IPv6 /64, for all peers and ports
 
@@ -213,10 +214,12 @@ class Dialling:
       itself. They count as dialled. If their IP addresses have no allowance left, their owner is not dialled.
     - Unproven addresses are dialled up to TRIED_AT_ONCE at a time, in allowed ranges, and if the allowances of their
       owner, port and IP address permit it. A new record of the owner does not renew these allowances.
+    - A search in which libp2p finds no address of the owner delays further searches, but no dial of its addresses.
     """
 
     ranges: Ranges
     _owners: FailureLog = field(default_factory=lambda: FailureLog(OF_OWNER))
+    _searches: FailureLog = field(default_factory=lambda: FailureLog(OF_OWNER))
     _ports: FailureLog = field(default_factory=lambda: FailureLog(OF_PORT))
     _networks: FailureLog = field(default_factory=lambda: FailureLog(OF_IP))
     # For each peer: the addresses at which it was reached, and when each was last reached.
@@ -249,6 +252,7 @@ class Dialling:
         rooms = [self._owners.room(owner, now)]
         rooms += [self._room(one, known[:place], now) for place, one in enumerate(known)]
         if addresses is None:
+            rooms.append(self._searches.room(owner, now))
             return self._begun(Dial(owner, (), tuple(known)), min(rooms), now)
         chosen = list[Target]()
         if min(rooms) > 0:
@@ -273,6 +277,8 @@ class Dialling:
         self._busy.add(dial.owner)
         if not dial.proven:
             self._owners.begin(dial.owner, now)
+        if not dial.addresses:
+            self._searches.begin(dial.owner, now)
         for target in dial.counted:
             self._networks.begin(target.network, now)
             if not dial.proven:
@@ -280,7 +286,9 @@ class Dialling:
         _linger(self._told, dial.owner, (one for one in dial.counted if one.address in dial.addresses), now, TOLD_S)
         return dial
 
-    def end(self, dial: Dial, reached_at: Iterable[str], failed_at: Iterable[str], now: Seconds) -> None:
+    def end(
+        self, dial: Dial, reached_at: Iterable[str], failed_at: Iterable[str], now: Seconds, dialled: bool = True
+    ) -> None:
         """End a dial.
 
         Args:
@@ -289,11 +297,14 @@ class Dialling:
             failed_at: Addresses that libp2p has dialled in vain. Addresses that are not in the dial are those that the
                 owner itself told libp2p in an earlier connection.
             now: As in `begin`.
+            dialled: False if libp2p has searched for the owner, found no address, and so dialled nobody.
         """
         at = set(reached_at)
         self._busy.discard(dial.owner)
+        if not dial.addresses:
+            self._searches.end(dial.owner, not at, now)
         if not dial.proven:
-            self._owners.end(dial.owner, not at, now)
+            self._owners.end(dial.owner, not at and dialled, now)
         elif not at:
             keep_latest(self._proven_failed, dial.owner, now, DIALS_REMEMBERED)
         for target in dial.counted:
@@ -318,6 +329,7 @@ class Dialling:
                 keep_latest(known, address, now, MOST_PROVEN)
                 keep_latest(self._proven, owner, known, DIALS_REMEMBERED)
                 self._owners.entries.pop(owner, None)
+                self._searches.entries.pop(owner, None)
                 self._told.pop(owner, None)  # a connection makes libp2p forget the addresses of failed dials
                 self._proven_failed.pop(owner, None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decentral.comm.net.dialler import Dialler
 from decentral.comm.net.dialling import (
     DIALS_REMEMBERED,
     OF_IP,
@@ -149,6 +150,54 @@ def test_a_peer_for_which_libp2p_searches_is_limited_by_what_libp2p_has_dialled_
             dialling.end(dial, [], found, now)
             begun.append(now)
     assert begun == [0.0, 60.0, 180.0, 420.0]
+
+
+def test_a_search_that_finds_no_address_delays_only_further_searches() -> None:
+    """The doctor's node of the DHT searched for a living peer in vain; then its published address was not dialled."""
+    dialling, begun = rule(), list[float]()
+    for now in seconds(120):
+        dial = dialling.begin(OWNER, None, now)
+        assert dial is not None
+        if dial.allowed:
+            dialling.end(dial, [], [], now, dialled=False)
+            begun.append(now)
+    assert begun == [0.0, 5.0, 15.0, 35.0, 75.0]
+    addresses = places(OWNER, 1)
+    assert dialled(dialling, OWNER, addresses, 120.0, reached=addresses[0]) == addresses
+    again = dialling.begin(OWNER, None, 121.0)
+    assert again is not None
+    assert again.allowed
+
+
+class Swarm:
+    """A network in which some peers answer at their addresses, and a search finds nobody."""
+
+    def __init__(self, *living: PeerId) -> None:
+        self.living, self.connected = living, dict[PeerId, tuple[str, ...]]()
+
+    async def dial(self, peer: PeerId, addresses: Sequence[str]) -> str:
+        await asyncio.sleep(0)
+        if not addresses:
+            return "Connect failed. msg=routing: not found"
+        if peer not in self.living:
+            return "".join(f"\n  * [{at.partition('/p2p/')[0]}] dial tcp4: connection refused" for at in addresses)
+        self.connected[peer] = tuple(addresses[:1])
+        return ""
+
+    async def places_of(self, peer: PeerId) -> tuple[str, ...]:
+        return self.connected.get(peer, ())
+
+
+def test_living_peers_beside_a_dead_one_are_reached_after_searches_in_vain() -> None:
+    dead, living = PeerId("QmDead"), (PeerId("QmOne"), PeerId("QmTwo"))
+    published = {peer: places(peer, at) for at, peer in enumerate((dead, *living), 1)}
+
+    async def story() -> list[bool]:
+        dialler = Dialler(Swarm(*living))
+        assert await at_once(dialler.reach(peer, None) for peer in published) == [False] * 3
+        return await at_once(dialler.reach(peer, at) for peer, at in published.items())
+
+    assert asyncio.run(story()) == [False, True, True]
 
 
 def test_where_a_peer_that_has_connected_to_us_came_from_is_proven() -> None:
