@@ -252,7 +252,8 @@ class Dialling:
         rooms = [self._owners.room(owner, now)]
         rooms += [self._room(one, known[:place], now) for place, one in enumerate(known)]
         if addresses is None:
-            return self._begun(Dial(owner, (), tuple(known)), min(*rooms, self._searches.room(owner, now)), now)
+            rooms.append(self._searches.room(owner, now))
+            return self._begun(Dial(owner, (), tuple(known)), min(rooms), now)
         chosen = list[Target]()
         if min(rooms) > 0:
             for target in self._fresh(owner, [one for one in addresses if one not in proven], known):
