@@ -1,9 +1,4 @@
-"""Split a flow of tokens (max_flow.py) into routes (`routes`), and add up routes to a flow (`flow_of`).
-
-The linear programme may divide a peer's tokens among any peers with the next layers, as this costs it nothing. But
-peers that several routes share wait for each other's steps. `chains_of` finds routes that share no peers, and `apart`
-what these carry.
-"""
+"""Split a flow of tokens (max_flow.py) into routes (`routes`), and add up routes to a flow (`flow_of`)."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,10 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decentral.scheduler.throughput import link_limits
-from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.max_flow import MaxFlow
-from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.arrays import Floats
 
 ROUNDING_SHARE = 1e-9  # a flow of less than this share of all tokens is a rounding error of the solver
 
@@ -97,57 +90,6 @@ def flow_of(taken: Sequence[tuple[float, Sequence[Hop]]], flow: MaxFlow, seconds
         idle_N=1 - (computed_NL * seconds_NL).sum(axis=1),
         price_L=flow.price_L,
     )
-
-
-def apart(chains: Sequence[Sequence[Hop]], flow: MaxFlow, costs: LayerCosts) -> MaxFlow:
-    """Return a flow through routes that share no peers, each with as many tokens/s as its devices and links allow.
-
-    Args:
-        chains: The hops of each route. Transfers divide a site's link equally.
-        flow: The maximum flow through the same spans. Layers are as scarce in the result.
-        costs: What layers cost each peer.
-    """
-    left_N = link_limits.peer_left(costs, flow.computed_NL > 0) / costs.hidden_bytes
-    left_NN = link_limits.pair_left(costs, np.arange(costs.peers)) / costs.hidden_bytes
-    moves = [[(one, other) for (one, _, _), (other, _, _) in itertools.pairwise(hops)] for hops in chains]
-    sites = [[site for move in of_chain for site in _crossed(move, costs)] for of_chain in moves]
-    many_Z = np.bincount([site for crossed in sites for site in crossed], minlength=len(costs.site_rate_Z))
-    left_Z = link_limits.site_left(costs) / costs.hidden_bytes / np.maximum(1, many_Z)
-    taken = list[tuple[float, Sequence[Hop]]]()
-    for hops, of_chain, crossed in zip(chains, moves, sites, strict=True):
-        limits = [left_NN[move] for move in of_chain] + [left_Z[site] for site in crossed]
-        for peer, first, last in hops:
-            crossings = (first > 0) + (last < costs.layers)
-            limits += [1 / costs.seconds_NL[peer, first:last].sum(), left_N[peer] / max(1e-9, crossings)]
-        taken.append((float(min(limits)) / flow.tokens_per_s, hops))
-    return flow_of(taken, flow, costs.seconds_NL)
-
-
-def _crossed(move: tuple[int, int], costs: LayerCosts) -> list[int]:
-    """Return the sites whose shared links a transfer between two peers crosses."""
-    one, other = costs.site_N[[*move]].tolist()
-    return [] if one == other else [site for site in (one, other) if site >= 0]
-
-
-def chains_of(spans_N2: Ints, costs: LayerCosts) -> list[list[Hop]]:
-    """Return routes through these spans that share no peers; they depend on the spans only.
-
-    Each peer is followed by the one of the peers left whose layers begin last, at the layer that comes next or before
-    it; among these, by the one with the fastest link. A route begins at the peer with the largest memory.
-    """
-    spans, chains = spans_N2.tolist(), list[list[Hop]]()
-    left = [peer for peer, (first, last) in enumerate(spans) if first < last]
-    while True:
-        hops, at, link_N = list[Hop](), 0, costs.memory_N
-        while at < costs.layers:
-            able = [peer for peer in left if spans[peer][0] <= at < spans[peer][1] and link_N[peer] > 0]
-            if not able:
-                return chains
-            peer = max(able, key=lambda one: (spans[one][0], link_N[one], spans[one][1]))
-            hops.append((peer, at, spans[peer][1]))
-            at, link_N = spans[peer][1], costs.link_NN[peer]
-            left.remove(peer)
-        chains.append(hops)
 
 
 def _taken(there: list[_Stream], rate: float, least: float) -> list[_Stream]:

@@ -10,11 +10,10 @@ it faster.
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
-from decentral.core import rng as chance
 from decentral.scheduler.throughput import bound
 from decentral.scheduler.throughput.planned_in_flight import JOBS_S, WAITING, Pipeline
 from decentral.scheduler.throughput.routes import Hop
@@ -25,12 +24,6 @@ BEGINNINGS = 3  # a search begins from the fastest ways of this many different f
 MUCH_SLOWER = 1.2  # a chain that is this many times as slow as the next faster one may be left out
 HALVINGS = 30  # of the interval that contains the time of a chain's slowest peer
 MOST_TRIES = 10_000  # after this many changes a search does not look through all changes again; each takes about 20 us
-
-BUSY_SHARES = (1.0, 0.8, 0.6, 0.4)  # micro-batches of a step follow each other in these shares of a chain's pace
-HALVINGS_OF_PACE = 14  # of the interval that contains the fastest pace
-SLOWEST_S = 1e3  # the slowest pace that is tried
-SWAPS = 300  # random changes of the order of peers
-GAIN = 1e-3  # a pace that is faster by a smaller share is not
 
 Order = list[int]
 """Peers. Each holds as many layers as fit, after those of the peer before it; peers after the last layer hold none."""
@@ -65,47 +58,6 @@ def short_chains(
     return starts, list(plain.values())
 
 
-def paced_chains(problem: Supplies, pipeline: Pipeline, accumulate: int | None) -> list[list[list[Hop]]]:
-    """Return sets of chains that share no peer, each set with as many tokens/s as a search finds; [] if none fits.
-
-    Memory, not only speed, decides how many layers a peer holds (`_Ways.paced`). All chains of a set have one pace. The
-    search tries each number of chains, from peers by memory and along fast chains, and then changes the order of peers.
-
-    Args:
-        problem: The whole swarm.
-        pipeline: The costs of a micro-batch of one sequence.
-        accumulate: As in `short_chains`.
-    """
-    ways = _Ways(problem, pipeline, accumulate)
-    by_memory = np.argsort(problem.costs.memory_N, kind="stable").tolist()
-    orders, left = ways.disjoint(by_memory)
-    found = list[list[list[Hop]]]()
-    for order in by_memory, by_memory[::-1], [*itertools.chain.from_iterable(orders), *left][::-1]:
-        best: tuple[int, ChainPace] | None = None
-        for share, count in itertools.product(BUSY_SHARES, range(1, len(order) + 1)):
-            within_s = SLOWEST_S if best is None else count * best[1].seconds / best[0] * (1 - GAIN)
-            if pace := ways.fastest_pace(order, count, share, within_s):
-                best = count, pace
-        if best is not None:
-            found.append(_reordered(ways, order, best[0], best[1]))
-    return found
-
-
-def _reordered(ways: "_Ways", order: Order, count: int, pace: "ChainPace") -> list[list[Hop]]:
-    """Return so many chains after those of SWAPS random changes of the order that let them be faster."""
-    rng = chance.stream(0, "paced chains")  # the same for all seeds of a search, so that all begin alike
-    for _ in range(SWAPS):
-        one, other = rng.randrange(len(order)), rng.randrange(len(order))
-        changed = [*order]
-        if rng.random() < 0.5:
-            changed[one], changed[other] = changed[other], changed[one]
-        else:
-            changed.insert(other, changed.pop(one))
-        if faster := ways.fastest_pace(changed, count, pace.share, pace.seconds * (1 - GAIN)):
-            order, pace = changed, faster
-    return ways.paced(order, pace, count)
-
-
 def _plain(orders: Sequence[Order], ways: "_Ways", peers: int) -> Iterator[Ints]:
     """Yield the spans of the fastest of these chains, then of more, wherever the next chain is MUCH_SLOWER."""
     timed = sorted((ways.seconds(order), ways.balanced(order)) for order in orders)
@@ -134,27 +86,6 @@ def _spans_of(
     return alone_N2, beside_N2
 
 
-@dataclass(frozen=True, slots=True)
-class ChainPace:
-    """How fast a chain is."""
-
-    seconds: float  # between two micro-batches, with what steps cost
-    share: float  # the share of `seconds` in which the micro-batches of a step follow each other
-    accumulate: int | None  # the smallest number of micro-batches in a step; None: steps wait for none
-
-    @property
-    def busy_s(self) -> float:
-        """Return the most seconds in which a peer may pass a micro-batch."""
-        return self.seconds * self.share
-
-    @property
-    def empty_s(self) -> float:
-        """Return the most seconds for which a step's first micro-batch may be on its way (`with_steps`)."""
-        if self.accumulate is None:
-            return np.inf
-        return self.accumulate * self.seconds - (self.accumulate - 1) * self.busy_s
-
-
 @dataclass(slots=True)
 class _Ways:
     """The times of micro-batches on paths through peers, whose layers are cut so that all compute equally long.
@@ -163,30 +94,25 @@ class _Ways:
     """
 
     problem: InitVar[Supplies]
-    pipeline: Pipeline
+    pipeline: InitVar[Pipeline]
     accumulate: int | None
     reach: list[list[int]] = field(init=False)  # peer -> first layer -> the end of the longest span
     before_s: list[list[float]] = field(init=False)  # peer -> layer -> seconds per token for all layers before it
     passes_s: list[list[float]] = field(init=False)  # peer -> first layer -> to compute that span, queueing included
     busy_s: list[list[float]] = field(init=False)  # peer -> first layer -> seconds of its links per micro-batch
-    sent_s: list[float] = field(init=False)  # peer -> seconds of its links per micro-batch that enters or leaves
     tokens_s: list[float] = field(init=False)  # peer -> seconds per micro-batch through the whole model
     capacity: list[list[float]] = field(init=False)  # peer -> first layer -> micro-batches in memory
     link_s: list[list[float]] = field(init=False)  # sender -> receiver -> a micro-batch's transfers, there and back
     apart_s: list[list[float]] = field(init=False)  # sender -> receiver -> seconds per micro-batch on this link
 
-    places: dict[tuple[float, int, int], float] = field(default_factory=dict)  # (memory, first, last) -> micro-batches
-
-    def __post_init__(self, problem: Supplies) -> None:
+    def __post_init__(self, problem: Supplies, pipeline: Pipeline) -> None:
         """Fill the tables."""
-        pipeline = self.pipeline
         costs, reach_NL = problem.costs, problem.reach_NL
         peers, layers, tokens = range(costs.peers), np.arange(costs.layers), pipeline.tokens
         before = np.pad(np.cumsum(costs.seconds_NL, axis=1), ((0, 0), (1, 0)))
         seconds_NL = np.take_along_axis(before, reach_NL, axis=1) - before[:, :-1]
         crossings_NL = (layers > 0) + 1.0 * (reach_NL < costs.layers)
         sent_s_N = costs.hidden_bytes / np.maximum(bound.access(costs), 1e-9)
-        self.sent_s = (tokens * sent_s_N).tolist()
         self.reach, self.before_s = reach_NL.tolist(), before.tolist()
         self.passes_s = ((1 + WAITING) * (JOBS_S + tokens * seconds_NL)).tolist()
         self.busy_s = np.maximum(JOBS_S, tokens * crossings_NL * sent_s_N[:, None]).tolist()
@@ -305,61 +231,6 @@ class _Ways:
             left.remove(order[-1])
             at = self.reach[order[-1]][at]
         return order + left
-
-    def paced(self, order: Order, pace: ChainPace, most: int) -> list[list[Hop]]:
-        """Return at most `most` chains of this pace; the first peer of the order holds the last layers of the first."""
-        chains, left = list[list[Hop]](), order
-        while len(chains) < most and (hops := self._filled(left, pace)):
-            chains.append(hops)
-            used = {peer for peer, _, _ in hops}
-            left = [peer for peer in left if peer not in used]
-        return chains
-
-    def _filled(self, order: Order, pace: ChainPace) -> list[Hop]:
-        """Return a chain in which each peer in turn holds as many layers as the pace allows; no hops if some are left.
-
-        A peer keeps a micro-batch until all later peers are done, so the layers are cut from the last to the first.
-        """
-        hops, end, after, kept_s, empty_s = list[Hop](), len(self.reach[0]), -1, 0.0, 0.0
-        for peer in order:
-            link_s = self.link_s[peer][after] if after >= 0 else 0.0
-            first, best, before_s = end, (0.0, 0.0), self.before_s[peer]
-            while first > 0 and self.reach[peer][first - 1] >= end:
-                passes_s = JOBS_S + self.pipeline.tokens * (before_s[end] - before_s[first - 1])
-                kept = kept_s + link_s + (1 + WAITING) * passes_s
-                empty = empty_s + link_s + passes_s
-                crossings = (first > 1) + (end < len(self.reach[0]))
-                busy_s = max(passes_s, crossings * self.sent_s[peer], kept / self._places(peer, first - 1, end))
-                if busy_s > pace.busy_s or empty > pace.empty_s:
-                    break
-                first, best = first - 1, (kept, empty)
-            if first < end:
-                hops.append((peer, first, end))
-                end, after, (kept_s, empty_s) = first, peer, best
-            if end == 0:
-                return hops[::-1]
-        return []
-
-    def _places(self, peer: int, first: int, last: int) -> float:
-        """Return how many micro-batches a peer keeps beside these layers."""
-        key = float(self.pipeline.costs.memory_N[peer]), first, last
-        if key not in self.places:
-            self.places[key] = self.pipeline.capacity((peer, first, last), (first, last))
-        return self.places[key]
-
-    def fastest_pace(self, order: Order, count: int, share: float, within_s: float) -> ChainPace | None:
-        """Return the fastest pace, below `within_s`, of so many chains of peers in this order, if any."""
-        pace = ChainPace(within_s, share, self.accumulate)
-        if len(self.paced(order, pace, count)) < count:
-            return None
-        least_s = 0.0
-        for _ in range(HALVINGS_OF_PACE):
-            middle = replace(pace, seconds=(least_s + pace.seconds) / 2)
-            if len(self.paced(order, middle, count)) < count:
-                least_s = middle.seconds
-            else:
-                pace = middle
-        return pace
 
     def improved(self, order: Order) -> tuple[float, Order]:
         """Return (seconds, order) once no change makes the order faster, or after about MOST_TRIES changes."""

@@ -14,7 +14,6 @@ how long downloads last:
 All peers download the layers that are new to them at the same time.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,8 +33,7 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches, span
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.throughput.peer_kinds import access_limited
 from decentral.scheduler.throughput.planned_in_flight import Carried, Flights
-from decentral.scheduler.throughput.routes import Hop
-from decentral.scheduler.throughput.short_chains import paced_chains, short_chains
+from decentral.scheduler.throughput.short_chains import short_chains
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
@@ -129,21 +127,8 @@ class FlowProblem:
         return self._carried.of(spans_N2, flow, find)
 
     def flow(self, spans_N2: Ints, progress: SearchProgress | None = None) -> MaxFlow:
-        """Return the maximum flow through the spans, cached or computed as by `max_flow.maximum`.
-
-        Where steps wait for micro-batches, the result is the flow through separate routes if that carries more.
-        """
-        flow = self._flows.maximum(spans_N2, progress)
-        if self.flights is None or self.flights.run.routes.overlap or flow.tokens_per_s <= 0:
-            return flow
-
-        def better() -> MaxFlow:
-            known = self._paced.get(spans_N2.tobytes(), [])
-            chains = (routes.chains_of(spans_N2, self.costs), known)
-            flows = (flow, *(routes.apart(one, flow, self.costs) for one in chains if one))
-            return max(flows, key=lambda one: self.carried(spans_N2, one).tokens_per_s)
-
-        return self._better.of(spans_N2, flow, better)
+        """Return the maximum flow through the spans, cached or computed as by `max_flow.maximum`."""
+        return self._flows.maximum(spans_N2, progress)
 
     def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
         """Remember a flow through these spans, which `flow` then returns."""
@@ -207,11 +192,6 @@ class FlowProblem:
         return FlowFigures()
 
     @cached_property
-    def _better(self) -> FlowFigures[MaxFlow]:
-        """Return the cache of the better of the maximum flow and that through separate routes."""
-        return FlowFigures()
-
-    @cached_property
     def _short(self) -> tuple[list[Ints], list[Ints]]:
         """Return the short chains and the plain ones (short_chains.py).
 
@@ -223,20 +203,7 @@ class FlowProblem:
         if self.flights is None or self.costs.peers > MOST_AT_ONCE:
             return [], []
         divisions, pipeline = groupings(self), self.flights.single(self.costs)
-        awaited = self.flights.micro_batches_waited_for
-        short, plain = short_chains(self, (divisions[0], *divisions[2:]), pipeline, awaited)
-        for chains in paced_chains(self, pipeline, awaited):
-            spans_N2 = np.zeros((self.costs.peers, 2), np.int64)
-            for peer, first, last in itertools.chain.from_iterable(chains):
-                spans_N2[peer] = first, last
-            self._paced[spans_N2.tobytes()] = chains
-            short.insert(0, spans_N2)
-        return short, plain
-
-    @cached_property
-    def _paced(self) -> dict[bytes, list[list[Hop]]]:
-        """For the bytes of spans of paced chains (short_chains.py): these chains."""
-        return {}
+        return short_chains(self, (divisions[0], *divisions[2:]), pipeline, self.flights.micro_batches_waited_for)
 
     @cached_property
     def _best(self) -> dict[int, tuple[float, Ints]]:
