@@ -282,7 +282,11 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSwarm]:
         ({"data": {"kind": "text"}}, [], "on its own data of kind text: give --data PATH"),
         ({"data": {"kind": "text", "path": "/etc/passwd"}}, ["--data", "."], "sets data.path, which only"),
         ({}, ["--data", "."], "this swarm trains on Python's standard library"),
-        ({"model": {"depth": 3_000_000_000}}, [], "model.depth must be less than or equal to 1024; it is 3000000000"),
+        (
+            {"model": {"depth": 3_000_000_000}},
+            [],
+            "model.depth must be less than or equal to 1024 (integer, above 0, at most 1,024); it is 3000000000",
+        ),
     ],
 )
 def test_a_joiner_runs_and_reads_only_what_its_own_flags_name(

@@ -30,6 +30,12 @@ from tests.processes import piped
 BEGAN = 1.7e9
 
 
+@pytest.fixture(autouse=True)
+def in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No terminal limits tables, whatever the one is in which the tests run."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def of(folder: Path, pid: int = 5) -> RunningPeer:
     return RunningPeer(pid, os.geteuid(), BEGAN, folder)
 

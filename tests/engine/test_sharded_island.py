@@ -278,10 +278,14 @@ def test_ranks_that_share_a_model_train_like_one_process(folder: Path, alone: Fo
     assert set(found) == set(expected)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)
     for key, tensor in expected.items():
-        apart = torch.linalg.vector_norm(found[key].double() - tensor)
-        # Rounding that differs in the last bit can flip a level of the window's 4-bit code, so `owed` differs by that.
-        most = 0.02 if key.endswith("owed") else 0.01
-        assert apart <= most * torch.linalg.vector_norm(tensor.double()), key
+        apart = found[key].double() - tensor
+        if key.endswith("owed"):
+            # Rounding that differs in the last bit, by processor, can flip levels of the window's 4-bit code: a few
+            # numbers differ by a level, which is over a hundredth of the largest, and all others hardly.
+            flipped = apart.abs() > 0.01 * tensor.abs().max()
+            assert flipped.sum() <= 0.002 * flipped.numel(), key
+            apart = apart[~flipped]
+        assert torch.linalg.vector_norm(apart) <= 0.01 * torch.linalg.vector_norm(tensor.double()), key
 
 
 def test_weights_in_bf16_stay_near_those_of_one_process(folder: Path, alone: Found) -> None:
