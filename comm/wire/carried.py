@@ -13,8 +13,10 @@ from decentral.comm.wire.slow_start import MOST_BYTES
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-SPAN_S = 60.0  # a rate is a mean over about this time, or over the time since the last sample
-KEPT_S = 300.0  # a slower uplink shows after this time
+SPAN_S = (
+    60.0  # each sample gives two rates: the mean over about this time, and that over the time since the last sample
+)
+KEPT_S = 300.0  # the highest rates of this time count, so that an uplink that has become slower shows after it
 
 TakeSent = Callable[[], Mapping[PeerId, int]]
 """Returns the bytes of large messages that have left to each peer since the last call."""
@@ -22,18 +24,28 @@ TakeSent = Callable[[], Mapping[PeerId, int]]
 
 @dataclass(slots=True)
 class CarriedRates:
-    """Rates in bytes/s at which our uplink has lately sent to near peers and to far peers."""
+    """The highest rates in bytes/s at which our uplink has lately sent to near peers and to far peers; 0 if unknown."""
 
+    near: float = 0.0
+    far: float = 0.0
     _take: TakeSent | None = None
-    _sent: deque[tuple[Seconds, Mapping[PeerId, int]]] = field(default_factory=deque)  # times, and bytes until then
-    _rates: deque[tuple[Seconds, float, float]] = field(default_factory=deque)  # time, to near peers, to far peers
+    # Time of each sample, and the bytes that have left to each peer since the sample before it.
+    _sent: deque[tuple[Seconds, Mapping[PeerId, int]]] = field(default_factory=deque)
+    _rates: deque[tuple[Seconds, float, float]] = field(
+        default_factory=deque
+    )  # (time, rate to near, rate to far peers)
 
     def follow(self, take: TakeSent) -> None:
         """Count the bytes that `take` returns from now on."""
         self._take = take
 
     def sample(self, now: Seconds, is_near: Callable[[PeerId], bool]) -> None:
-        """Count what was sent until `now`; the node calls this every few seconds."""
+        """Compute the rates anew from the bytes that have left since the last call.
+
+        Args:
+            now: The present time. The node calls this every few seconds.
+            is_near: Returns whether a peer is in our local network.
+        """
         if self._take is None:
             return
         self._sent.append((now, self._take()))
@@ -45,20 +57,23 @@ class CarriedRates:
             near, far = self._carried(since, is_near)
             if near or far:
                 self._rates.append((now, near, far))
-
-    def best(self) -> tuple[float, float]:
-        """Return the highest rates of the last KEPT_S to near and to far peers in bytes/s; 0 if nothing is known."""
-        near = max((near for _, near, _ in self._rates), default=0.0)
-        return near, max((far for _, _, far in self._rates), default=0.0)
+        self.near = max((near for _, near, _ in self._rates), default=0.0)
+        self.far = max((far for _, _, far in self._rates), default=0.0)
 
     def _carried(self, since: int, is_near: Callable[[PeerId], bool]) -> tuple[float, float]:
-        """Return the mean rates to near and to far peers since a sample; what may still be in a buffer is left out."""
+        """Return the mean rates to near and to far peers since a sample, in bytes/s.
+
+        Of each peer's bytes MOST_BYTES are left out, because so many may still wait in buffers of this machine.
+        """
         sent = Counter[PeerId]()
         for _, by_peer in list(self._sent)[since + 1 :]:
             sent.update(by_peer)
         near = far = 0.0
         for peer, size in sent.items():
-            if size > MOST_BYTES:
-                near, far = (near + size - MOST_BYTES, far) if is_near(peer) else (near, far + size - MOST_BYTES)
+            left = max(0, size - MOST_BYTES)
+            if is_near(peer):
+                near += left
+            else:
+                far += left
         lasted_s = self._sent[-1][0] - self._sent[since][0]
         return (near / lasted_s, far / lasted_s) if lasted_s > 0 else (0.0, 0.0)

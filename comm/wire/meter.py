@@ -194,7 +194,7 @@ class Meter:
         self._carried.follow(take_sent)
 
     def sample_sent(self, now: Seconds) -> None:
-        """Count the bytes that have left until now."""
+        """Compute again, from the bytes that have left until `now`, what our uplink carries at least."""
         self._carried.sample(now, self.is_near)
         self._uplink = None
 
@@ -260,9 +260,8 @@ class Meter:
 
     def _mean_up(self, uploads: Sequence[tuple[float, PeerId]]) -> float | None:
         """Return what `typical_up` says of these uploads: their rates in bytes/s, and the peers that received them."""
-        near, far = self._carried.best()
-        near = max([near, *(rate for rate, peer in uploads if self.is_near(peer))])
-        far = max([far, *(rate for rate, peer in uploads if not self.is_near(peer))])
+        near = max([self._carried.near, *(rate for rate, peer in uploads if self.is_near(peer))])
+        far = max([self._carried.far, *(rate for rate, peer in uploads if not self.is_near(peer))])
         here = (peer for peer, link in reversed(self.links.items()) if not link.left)
         recent = list(islice(here, RECENT_LINKS)) if near and far else []
         if not recent:

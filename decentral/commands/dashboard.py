@@ -108,7 +108,10 @@ async def _serve(
 
 
 async def _until_signal(server: "uvicorn.Server", listening: socket.socket) -> None:
-    """Serve until a signal or `server.should_exit`; uvicorn raises the signal again at its end, within this task."""
+    """Serve the page until SIGINT or SIGTERM comes, or until `server.should_exit` is set.
+
+    At its end uvicorn raises the signal again, which becomes a KeyboardInterrupt here and is dropped.
+    """
     with suppress(KeyboardInterrupt):
         await server.serve(sockets=[listening])
 

@@ -22,7 +22,7 @@ from decentral.commands.estimates import places, sizes
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core import config, own_yaml, quantities
 from decentral.core.choices import DATA_KINDS, FILES_OF_ROWS
-from decentral.core.config import Config, DataConfig, TrainConfig
+from decentral.core.config import Config, DataConfig
 from decentral.core.config_keys import keys_of
 from decentral.core.errors import UserError, writing
 from decentral.core.own_inputs import OwnInputs
@@ -214,43 +214,45 @@ def _of_training(
     flags: argparse.Namespace, groups: Sequence[PeerGroup], before: Sequence[Setting]
 ) -> Iterator[Setting]:
     """Yield the settings of training: the micro-batch, and the end of the schedule."""
-    if any(not group.is_own for group in groups):
-        yield from _of_step(flags, groups, before)
-    if flags.tokens and groups:
-        known = {one.path: one.value for one in before} | dict(_set(flags))
-        micro_batch = known.get("train.micro_batch", TrainConfig().micro_batch)
-        sequences = AUTO_SEQUENCES if micro_batch == "auto" else int(micro_batch)
-        sequences *= int(known.get("train.accumulate", TrainConfig().accumulate))
+    if not groups:
+        return
+    run = _planned(flags, groups, before)
+    micro_batch, accumulate = run.train.micro_batch, run.train.accumulate
+    sequences = accumulate * (AUTO_SEQUENCES if micro_batch == "auto" else micro_batch)
+    fits = "The largest number, up to 16, with which each device that can hold the model has room for it."
+    yield Setting(
+        "train.micro_batch", micro_batch, "Each device finds its fastest number." if micro_batch == "auto" else fits
+    )
+    yield Setting("train.accumulate", accumulate, f"A step of a peer then has {sequences} sequences.")
+    if flags.tokens:
         peers = sum(group.count for group in groups)
-        steps = max(1, round(flags.tokens / (sequences * int(known.get("model.context", sizes.CONTEXT)) * peers)))
+        steps = max(1, round(flags.tokens / (sequences * run.model.context * peers)))
         why = f"{readable_number(flags.tokens)} tokens by {peers} peers, each with {sequences} sequences a step."
         yield Setting("train.total_steps", steps, f"{why} The rate falls until then; peers go on afterwards.")
 
 
-def _of_step(flags: argparse.Namespace, groups: Sequence[PeerGroup], before: Sequence[Setting]) -> Iterator[Setting]:
-    """Yield the settings of an optimizer step: those with which `decentral.estimate` counts.
+def _planned(flags: argparse.Namespace, groups: Sequence[PeerGroup], before: Sequence[Setting]) -> Config:
+    """Return a config with the model's shape and the steps that peers will take, as `decentral.estimate` counts them.
 
-    The import loads torch, which takes seconds.
+    Raises:
+        UserError: If a value of --set is not valid.
     """
-    from decentral.commands.estimates.peer_devices import with_micro_batch
-
-    if flags.model_from:
-        yield Setting("train.micro_batch", "auto", "Each device finds the number that it is fast with.")
-        return
-    tree: JsonObject = {"model": {}, "train": {"micro_batch": "auto"}}
+    are_others = any(not group.is_own for group in groups)
+    tree: JsonObject = {"model": {"context": sizes.CONTEXT}, "train": {"micro_batch": "auto"} if are_others else {}}
     for path, value in (*((one.path, one.value) for one in before), *_set(flags)):
         section, _, key = path.partition(".")
-        tree = tree | {section: {**tree[section], key: value}} if section in tree else tree
-    found = with_micro_batch(config.validated(tree), groups).train
-    fits = "The largest number, up to 16, with which each device that can hold the model has room for it."
-    yield Setting("train.micro_batch", found.micro_batch, fits)
-    if found.accumulate > 1:
-        sequences = found.accumulate * int(found.micro_batch)
-        yield Setting("train.accumulate", found.accumulate, f"A step of a peer then has {sequences} sequences.")
+        if section in tree and path != "model.from":
+            tree[section][key] = value
+    run = config.validated(tree)
+    if flags.model_from or not are_others:
+        return run
+    from decentral.commands.estimates.peer_devices import with_micro_batch  # loads torch, which takes seconds
+
+    return with_micro_batch(run, groups)
 
 
 def _set(flags: argparse.Namespace) -> list[tuple[str, str | float]]:
-    """Return (path, value) of each --set."""
+    """Return (path, value) of each --set. Raises UserError if one of them is no key=value with a scalar."""
     if wrong := next((text for text in flags.set if "=" not in text), None):
         raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {wrong!r}")
     parts = [text.partition("=") for text in flags.set]

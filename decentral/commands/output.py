@@ -49,7 +49,7 @@ class Output:
             self._failed(error)
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the stream."""
+        """Return an attribute of the wrapped stream, such as `flush`."""
         return getattr(self._stream, name)
 
     def _failed(self, error: OSError) -> None:
@@ -76,19 +76,19 @@ class Output:
 
 
 class Unpadded:
-    """A wrapper of a stream that leaves out blanks at the end of a line, with which rich fills a table's last cell."""
+    """A text stream that removes the blanks at the ends of lines, with which rich pads the last cell of a table."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Wrap a stream that is no terminal, so that no color codes end a line."""
+        """Write to `stream`, which must not be a terminal: there, color codes may follow the blanks."""
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text of whole lines without blanks at their ends, and return the text's length."""
+        """Write a text that ends at the end of a line, and return its length before blanks are removed."""
         self._stream.write(re.sub(" +$", "", text, flags=re.MULTILINE))
         return len(text)
 
     def __getattr__(self, name: str) -> object:
-        """Return any other attribute of the stream."""
+        """Return an attribute of the wrapped stream, such as `flush`."""
         return getattr(self._stream, name)
 
 

@@ -44,9 +44,8 @@ MISTAKEN = {  # (a flag that a command lacks, another flag that the command has)
 }
 UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
-LONE_UNIT = (
-    r"[kKMBGT]|[kKMGT]i?[Bb](/s)?|[smhd]|tokens|steps"  # no name of a config: it was typed apart from its number
-)
+# A unit that was typed apart from its number, such as `10 B`; no config has such a name.
+LONE_UNIT = r"[kKMBGT]|[kKMGT]i?[Bb](/s)?|[smhd]|tokens|steps"
 PIPED_COLUMNS = 200  # tables in a pipe or a file may be this wide, so that no cell is wrapped and grep finds it
 
 

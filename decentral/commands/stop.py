@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from decentral.commands import shared
-from decentral.commands.checks.running_peer import JournalTail, KilledPeer, holder
+from decentral.commands.checks.running_peer import JournalTail, KilledPeer, holder, resume_command
 from decentral.commands.ps import STATUS_COLUMNS, SUSPENDED, PeerStatus, ended_lately, here, table
 from decentral.core.errors import ExitCode, UserError
 from decentral.core.journal.events import CheckpointLine, StoppedLine
@@ -37,7 +37,7 @@ STARTING_NAMED = 3  # an error names the folders of at most this many peers that
 
 Running = Mapping[RunningPeer, PeerStatus]
 Ended = Mapping[Path, tuple[str, str]]
-"""State folder of a peer that has ended -> the peer's name and run."""
+"""For each peer that has ended, by its state folder: the peer's name and the id of its run."""
 NONE_ENDED: Ended = MappingProxyType({})
 
 
@@ -69,8 +69,7 @@ def _tell_ended(ended: Mapping[Path, Sequence[Path]]) -> bool:
         killed = [one for one in map(KilledPeer.of, folders) if one is not None]
         some_killed = some_killed or bool(killed)
         for one in killed:
-            again = f"{shared.as_called('python -m decentral.peer')} --state-dir {one.folder}"
-            print(f"{one.name or one.folder}: {one.told(now)}; go on with: {again}")
+            print(f"{one.name or one.folder}: {one.told(now)}; {_again(one.folder)}")
         if count := len(folders) - len(killed):
             print(f"{plural(count, 'peer')} in {named}: stopped already" if count > 1 else f"{named}: stopped already")
     return some_killed
@@ -211,7 +210,6 @@ def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[
         return False, f"stopped, NOT saved: its folder {peer.folder} was deleted while it ran"
     tail, at = JournalTail.of(peer.folder), changed_at(peer.folder / CHECKPOINT)
     stopped = tail.last_of(StoppedLine) if tail else []
-    again = f"go on with: {shared.as_called('python -m decentral.peer')} --state-dir {peer.folder}"
     kept = f"{peer.folder} keeps the checkpoint of {ago(at, now)}" if at else f"{peer.folder} has no checkpoint"
     if not stopped:
         return bool(at), f"ended before it trained; {kept}"
@@ -219,7 +217,11 @@ def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[
         return False, f"stopped, NOT saved ({printable(stopped[0].unsaved, REASON_CHARS)}); {kept}"
     written = tail.last_of(CheckpointLine) if tail else []
     step = f"learning-rate step {written[0].step:,} " if written else ""
-    return at >= asked_at - 1, f"stopped, {step}saved in {peer.folder}; {again}"
+    return at >= asked_at - 1, f"stopped, {step}saved in {peer.folder}; {_again(peer.folder)}"
+
+
+def _again(folder: Path | str) -> str:
+    return f"go on with: {shared.as_called(resume_command(folder))}"
 
 
 def _called(peer: RunningPeer, status: PeerStatus) -> str:

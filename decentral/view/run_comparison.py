@@ -221,7 +221,7 @@ def _shares(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[tuple[str
 
 
 def _parts_of_one_run(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[str]:
-    """Return a line for each run of which several folders were given."""
+    """Return a line for each run that the user gave in several folders, such as one for each of its peers."""
     by_run = Counter(run.run for run in runs if run.run)
     several = [
         [name for name, run in zip(names, runs, strict=True) if run.run == one] for one in by_run if by_run[one] > 1

@@ -33,7 +33,7 @@ def programme_s(nonzeros: int, iterations: int) -> float:
 
 
 def standing() -> float:
-    """Return 0: a clock that stands still, so that only work counts, and an equal seed gives an equal plan."""
+    """Return 0. A search with this clock is limited by its work only, so that equal seeds give equal plans."""
     return 0.0
 
 

@@ -41,7 +41,7 @@ def test_the_file_is_a_config_of_the_size_and_data_that_were_asked_for() -> None
     ("settings", "step"), [((), (4, 4)), (("train.micro_batch=2",), (2, 1)), (("train.accumulate=2",), (4, 2))]
 )
 def test_the_schedule_counts_the_steps_that_the_config_sets(settings: tuple[str, ...], step: tuple[int, int]) -> None:
-    """The file of a 1 B model planned for 16 sequences a step, of which its peers would have taken 4."""
+    """Of a 1 B model, total_steps assumed 16 sequences a step, but the file let each peer take 4."""
     flags = [part for one in settings for part in ("--set", one)]
     written("--model", "1B", "--peers", "4x4090 homes:50/500", "--tokens", "10B", *flags)
     run = config.load("mine.yaml")
@@ -96,6 +96,15 @@ def test_a_name_that_is_refused_is_said_which_characters_it_may_have(
     said = refusal(capsys, "--model", "1B", "--", name)
     allowed = "name must be 1 to 41 of the characters a-z, 0-9 and -, of which the first is not -"
     assert said.startswith(f"error: config: {allowed}; it is {name[:5]!r}"[:-1])
+
+
+@pytest.mark.parametrize("peers", ["2xcpu", "4x4090 homes"])
+@pytest.mark.parametrize("key", ["train.micro_batch", "train.accumulate", "model.context"])
+def test_a_value_that_is_no_number_of_a_step_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], peers: str, key: str
+) -> None:
+    flags = ["--model", "10M", "--peers", peers, "--tokens", "1B", "--set", f"{key}=fast"]
+    assert f"{key} must be an integer" in refusal(capsys, *flags)
 
 
 def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,7 +197,7 @@ def killed(folder: Path) -> None:
 def test_a_peer_that_was_killed_is_not_said_to_have_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its work since its last checkpoint is lost, which the exit code says, too."""
+    """The exit code is 1, because the peer's work since its last checkpoint is lost."""
     killed(tmp_path / "friends" / "one")
     journal(tmp_path / "friends" / "two", (1, "started", STARTED), (2, "stopped", {"reason": "x"}))
     journal(tmp_path / "friends" / "three", (1, "started", {**STARTED, "name": "bob"}))

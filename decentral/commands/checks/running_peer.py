@@ -163,7 +163,8 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
     if stopped and pid is None:
         yield ended(stopped[0])
     elif pid is None:
-        yield warn("journal", "the peer ended without a last line: it was killed", _again(folder))
+        remedy = f"start it again: {resume_command(folder)}; dmesg shows if the system killed it (memory)"
+        yield warn("journal", "the peer ended without a last line: it was killed", remedy)
     else:
         yield training(tail, swarm_now)
     if not _takes_rounds(folder):
@@ -180,9 +181,9 @@ def _takes_rounds(folder: Path) -> bool:
     return False
 
 
-def _again(folder: Path) -> str:
-    start = f"python -m decentral.peer --state-dir {quote(str(folder))}"
-    return f"start it again: {start}; dmesg shows if the system killed it (memory)"
+def resume_command(folder: Path | str) -> str:
+    """Return the command that starts the peer of a state folder again."""
+    return f"python -m decentral.peer --state-dir {quote(str(folder))}"
 
 
 def holder(folder: Path) -> int | None:

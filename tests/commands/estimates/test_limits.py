@@ -28,7 +28,7 @@ def limit(size: str, peers: str) -> str:
 
 
 def test_homes_whose_plan_uses_no_link_up_are_limited_by_their_uplinks() -> None:
-    """The plan uses 78% of the uplinks, since steps wait for micro-batches: a faster link shortens the waits."""
+    """The plan uses only 78% of the uplinks, because steps wait for micro-batches; faster links shorten the waits."""
     said = limit("3B", "4x4090 homes:50/500")
     assert said.startswith("uplink: 2.1 times the tokens/s with twice the uplink, ")
     assert "with twice the memory; 17 times if each peer held the whole model" in said
